@@ -1,0 +1,1 @@
+"""Connectors: streams, state and weights behind the ports of `prefetcher.ports`."""

@@ -1,0 +1,1 @@
+"""Predictors: what learns from arrivals when each model will be used next."""
