@@ -1,0 +1,90 @@
+"""Who is loaded next, who makes room, and who is not cached at all: the rules that every shell shares.
+
+Each rule is a kernel over arrays, called by the simulated node of replay and shadow caches (`core.node`), by the agent's residency machine
+(`core.residency`) and by the controller. Scores come in as `index` (seconds of waiting saved per byte-second, `core.value`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.core.compiled import kernel
+
+__all__ = ["choose_victims", "next_in_smith_order", "outbids"]
+
+
+@kernel
+def choose_victims(
+    index: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need_bytes: float
+) -> tuple[npt.NDArray[np.int64], bool]:
+    """The victims as a set: lowest index first until the room suffices, then, from the highest down, those not needed stay.
+
+    `index` float64[n] and `size_bytes` float64[n] are by model, `candidates` int64[c] are the models that may go. Ties fall to the
+    earlier candidate. Returns the victims in the order of their index, and whether they suffice; if not, the set is empty.
+    """
+    count = len(candidates)
+    key = np.empty(count)
+    total = 0.0
+    for c in range(count):
+        key[c] = index[candidates[c]]
+        total += size_bytes[candidates[c]]
+    none = np.empty(0, np.int64)
+    if need_bytes <= 0.0:
+        return none, True
+    if total < need_bytes:
+        return none, False
+    chosen = np.empty(count, np.int64)
+    taken = np.zeros(count, np.bool_)
+    got = 0.0
+    number = 0
+    while got < need_bytes and number < count:
+        best = -1
+        for c in range(count):
+            if not taken[c] and (best < 0 or key[c] < key[best]):
+                best = c
+        taken[best] = True
+        chosen[number] = candidates[best]
+        got += size_bytes[candidates[best]]
+        number += 1
+    kept = 0
+    for v in range(number - 2, -1, -1):
+        if got - size_bytes[chosen[v]] >= need_bytes:
+            got -= size_bytes[chosen[v]]
+            chosen[v] = -1
+            kept += 1
+    out = np.empty(number - kept, np.int64)
+    j = 0
+    for v in range(number):
+        if chosen[v] >= 0:
+            out[j] = chosen[v]
+            j += 1
+    return out, got >= need_bytes
+
+
+@kernel
+def outbids(
+    index_of_entrant: float,
+    entrant_bytes: float,
+    index: npt.NDArray[np.float64],
+    size_bytes: npt.NDArray[np.float64],
+    victims: npt.NDArray[np.int64],
+) -> bool:
+    """Whether the entrant is worth its victims: index × bytes at least the sum over them. When not, serve it without caching (bypass)."""
+    value = 0.0
+    for v in victims:
+        value += index[v] * size_bytes[v]
+    return index_of_entrant * entrant_bytes >= value
+
+
+@kernel
+def next_in_smith_order(waiting: npt.NDArray[np.float64], remaining: npt.NDArray[np.float64]) -> int:
+    """The position of the queued load with the most waiting rows per remaining byte (or second); ties to the earlier in the queue.
+
+    Source: W. E. Smith, "Various optimizers for single-stage production", 1956.
+    """
+    best = 0
+    for q in range(1, len(waiting)):
+        if waiting[q] * remaining[best] > waiting[best] * remaining[q]:
+            best = q
+    return best

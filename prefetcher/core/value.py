@@ -1,0 +1,92 @@
+"""What a cold start costs, what a held byte saves, what the future use of a model looks like as a rate.
+
+Covers the scalar formulas of the decision. Ranking, victims and prefetch choice are in `core.planner`; where rates come from is in
+`core.demand` (simple experts) and in the predictors (hazard).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.core.compiled import kernel
+
+__all__ = [
+    "DEFAULT_PRICE_S_PER_GB_H",
+    "index_per_byte",
+    "load_discount",
+    "mean_load_s",
+    "miss_cost_s",
+    "next_use_rate",
+    "price_per_byte_s",
+]
+
+#: Seconds of waiting that one GB held for one hour is worth, unless the operator says otherwise. On an ordinary node the host RAM is
+#: bought with the GPU and idle beside it, so holding is nearly free: at 3.5 GB/s this keeps what is used about once in six days.
+DEFAULT_PRICE_S_PER_GB_H = 0.002
+
+
+def price_per_byte_s(seconds_per_gb_h: float) -> float:
+    """λ, seconds of waiting per byte-second held, from the one human number X: "a GB held for an hour is worth X seconds of waiting"."""
+    return seconds_per_gb_h / 3.6e12
+
+
+@kernel
+def mean_load_s(link_s: float, recent_wait_s: float) -> float:
+    """The mean time to load: the transfer and about half of the recent queue wait (its P90 sets the lead, not the cost). Seconds."""
+    return link_s + 0.5 * recent_wait_s
+
+
+@kernel
+def miss_cost_s(link_s: float, recent_wait_s: float, rate_per_s: float, waiting_rows: float) -> float:
+    """C = l·(1 + r·l/2) + μ·s/BW, in seconds of waiting.
+
+    `link_s` is s/BW; the bracket counts those who arrive while it loads at `rate_per_s`; `waiting_rows` (μ) is the mean number of rows
+    that wait for the link, whom each second of link time costs a second.
+    """
+    load_s = mean_load_s(link_s, recent_wait_s)
+    return load_s * (1.0 + rate_per_s * load_s / 2.0) + waiting_rows * link_s
+
+
+@kernel
+def index_per_byte(next_use_per_s: float, cost_s: float, size_bytes: float) -> float:
+    """h·C/s: the seconds of waiting that a held byte saves per second. Comparable with λ, the price of a byte-second."""
+    return next_use_per_s * cost_s / size_bytes
+
+
+@kernel
+def load_discount(next_use_per_s: float, link_s: float) -> float:
+    """exp(−3·h·s/BW): what will be asked for while it loads is hardly helped by a prefetch."""
+    return math.exp(-3.0 * next_use_per_s * link_s)
+
+
+@kernel
+def _next_use_rate(probability: npt.NDArray[np.float32], horizons_s: npt.NDArray[np.float64], last: int) -> float:
+    survive = 1.0
+    expected_s = 0.0
+    start_s = 0.0
+    for j in range(last + 1):
+        p = min(max(float(probability[j]), 1.0 - survive), 0.998)
+        after = 1.0 - p
+        slope = max(math.log(survive / after), 1e-4)
+        expected_s += (horizons_s[j] - start_s) * survive * (1.0 - math.exp(-slope)) / slope
+        survive = after
+        start_s = horizons_s[j]
+    return (1.0 - survive + 1e-7) / max(expected_s, 1.0)
+
+
+@kernel
+def next_use_rate(
+    probability: npt.NDArray[np.float32], horizons_s: npt.NDArray[np.float64], last: int
+) -> npt.NDArray[np.float32]:
+    """h = P(T ≤ W) / E[min(T, W)] per row, W = `horizons_s[last]`; per second.
+
+    `probability` is float32[rows, horizons], P(next use within the horizon); between horizons the hazard is taken as constant. NaN in a
+    row's first horizon gives NaN. Probabilities that fall with the horizon are raised to the one before.
+    """
+    out = np.empty(len(probability), np.float32)
+    for i in range(len(probability)):
+        out[i] = np.nan if np.isnan(probability[i, 0]) else _next_use_rate(probability[i], horizons_s, last)
+    return out
