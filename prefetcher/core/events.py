@@ -1,0 +1,369 @@
+"""What a node's residency machine hears (events, past tense) and says (instructions, imperative).
+
+Covers the vocabulary between `core.residency` and its shells; the facts that the ledger records are in `core.facts`. Times are seconds since
+1970-01-01 UTC (`_s`), sizes bytes (`_bytes`). Where an event names weights by `target`, a bare model name means the version that serves.
+
+What the machine expects of a loader, for every edge:
+
+* `LoadWeights` takes the memory for all bytes of the weights (unless `resume_from_bytes` is above 0: it has it) and is answered by any number of `BytesVerified` and then one of
+  `WeightsLoaded`, `LoadPaused`, `LoadFailed`. After `LoadFailed` no byte of the copy is left in its tier.
+* `PauseLoad` is answered by `LoadPaused` at the end of the running block, or by what happened first: `WeightsLoaded` or `LoadFailed`. The memory stays taken.
+* `CancelLoad` and `EvictWeights` are answered by `WeightsEvicted` once the kernel has the bytes back, also when the load had just completed or
+  nothing was left. Both may be repeated when an answer is overdue and must then be answered again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from prefetcher.core.facts import Fact
+from prefetcher.core.types import Cause, DecisionId, ModelName, Order, Plan, Tier, WeightsKey
+
+__all__ = [
+    "Answer",
+    "BytesVerified",
+    "CancelLoad",
+    "CatalogSeen",
+    "Event",
+    "EvictAsked",
+    "EvictWeights",
+    "Evicted",
+    "GrantLease",
+    "HolderLost",
+    "Instruction",
+    "LeaseReleased",
+    "LeaseRequested",
+    "LoadAsked",
+    "LoadFailed",
+    "LoadPaused",
+    "LoadWeights",
+    "NoteSkipped",
+    "PauseLoad",
+    "Pinned",
+    "PlanReceived",
+    "Record",
+    "RefuseLease",
+    "RefuseOrder",
+    "RefusePlan",
+    "Requested",
+    "SwitchVersion",
+    "SwitchedOff",
+    "SwitchedOn",
+    "Ticked",
+    "Unpinned",
+    "VersionPublished",
+    "WeightsEvicted",
+    "WeightsLoaded",
+]
+
+Target = WeightsKey | ModelName
+
+
+class Evicted(str, Enum):
+    """Why weights leave a tier."""
+
+    ROOM = "room"  # something worth more needed the memory
+    HOLD = "hold"  # a prefetch that nobody used within its hold
+    PRICE = "price"  # a held byte saves less than it costs
+    VERSION = "version"  # a newer version serves
+    ASKED = "asked"  # by hand
+
+
+# --- events ---------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogSeen:
+    """Weights exist. `link_s` is the time of each edge by the tier that it leads to; `complete` the tiers that hold every byte, verified.
+
+    Seen again it refreshes size-independent facts; a size that changed under the same key is refused (a version names its bytes).
+    """
+
+    key: WeightsKey
+    bytes: int
+    link_s: dict[Tier, float]
+    complete: frozenset[Tier] = frozenset({Tier.DISK})
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReceived:
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """A request row was seen: demand. `ts` is the row's own time; waits count from it."""
+
+    target: Target
+    ts: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRequested:
+    """`holder` wants to map the weights and waits for `GrantLease` or `RefuseLease`; one answer per event. `token` comes back in the answer."""
+
+    holder: str
+    target: Target
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReleased:
+    """One lease of `holder` on the copy in `tier` ended (`tier` None: any tier, the highest first)."""
+
+    holder: str
+    key: WeightsKey
+    tier: Tier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HolderLost:
+    """The holder died: its leases and the requests for leases that still wait are gone."""
+
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class BytesVerified:
+    """The copy in `tier` has `bytes_done` bytes that are there and verified."""
+
+    key: WeightsKey
+    tier: Tier
+    bytes_done: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLoaded:
+    """Every byte is in `tier` and verified."""
+
+    key: WeightsKey
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPaused:
+    key: WeightsKey
+    tier: Tier
+    bytes_done: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """The load ended without the weights. `source_bad`: the copy below is not what was promised and must not be served."""
+
+    key: WeightsKey
+    tier: Tier
+    reason: str
+    retry_after_s: float = 0.0
+    source_bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsEvicted:
+    """The kernel has the bytes back."""
+
+    key: WeightsKey
+    tier: Tier
+    freed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionPublished:
+    """`new` replaces `old` (same model); its `CatalogSeen` came before."""
+
+    old: WeightsKey
+    new: WeightsKey
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """By hand: load, keep, never choose as a victim. Answered by `Answer` when `ask_id` is set, as the three below."""
+
+    target: Target
+    ask_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpinned:
+    target: Target
+    ask_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAsked:
+    """By hand: load into `tier` (None: the tier that serves), keep for `hold_s` if nobody uses it."""
+
+    target: Target
+    ask_id: str
+    tier: Tier | None = None
+    hold_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class EvictAsked:
+    target: Target
+    ask_id: str
+    tier: Tier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchedOff:
+    """No prefetching from now on: demand loading only."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchedOn:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed: holds, deadlines and back-offs are looked at. Send one at least every few seconds."""
+
+
+Event = (
+    CatalogSeen
+    | PlanReceived
+    | Requested
+    | LeaseRequested
+    | LeaseReleased
+    | HolderLost
+    | BytesVerified
+    | WeightsLoaded
+    | LoadPaused
+    | LoadFailed
+    | WeightsEvicted
+    | VersionPublished
+    | Pinned
+    | Unpinned
+    | LoadAsked
+    | EvictAsked
+    | SwitchedOff
+    | SwitchedOn
+    | Ticked
+)
+
+
+# --- instructions ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Move the weights up one edge. `order` is the prefetch behind it, if it is one; bytes below `resume_from_bytes` are there already."""
+
+    key: WeightsKey
+    from_tier: Tier
+    to_tier: Tier
+    cause: Cause
+    bytes: int
+    order: Order | None = None
+    resume_from_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PauseLoad:
+    key: WeightsKey
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class CancelLoad:
+    """Stop (or drop what was paused) and give the memory back."""
+
+    key: WeightsKey
+    tier: Tier
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvictWeights:
+    key: WeightsKey
+    tier: Tier
+    reason: Evicted
+
+
+@dataclass(frozen=True, slots=True)
+class GrantLease:
+    """The holder may map the copy in `tier`. `bypass`: it was decided not to bring it nearer; `reason` says why."""
+
+    holder: str
+    key: WeightsKey
+    tier: Tier
+    bypass: bool = False
+    reason: str = ""
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseLease:
+    """No lease. `retry_after_s` None: trying again as things are is of no use."""
+
+    holder: str
+    target: Target
+    reason: str
+    retry_after_s: float | None = None
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchVersion:
+    """From now on `new` is what the model's name means; one atomic step (a rename)."""
+
+    model: ModelName
+    old: WeightsKey
+    new: WeightsKey
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseOrder:
+    decision_id: DecisionId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RefusePlan:
+    revision: int
+    fence: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """To something asked by hand: done or begun (`ok`), or refused, and why."""
+
+    ask_id: str
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoteSkipped:
+    """Something was not done, for a named reason: shells count it by `what` and `reason`."""
+
+    what: str
+    reason: str
+    key: WeightsKey | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Tell the ledger."""
+
+    fact: Fact
+
+
+Instruction = (
+    LoadWeights
+    | PauseLoad
+    | CancelLoad
+    | EvictWeights
+    | GrantLease
+    | RefuseLease
+    | SwitchVersion
+    | RefuseOrder
+    | RefusePlan
+    | Answer
+    | NoteSkipped
+    | Record
+)
