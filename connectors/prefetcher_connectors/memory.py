@@ -1,0 +1,105 @@
+"""Twins in memory of the request stream and the state store: tests and demonstrations without a disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from prefetcher.clock import Clock, SystemClock
+from prefetcher.core.types import RequestSeen
+from prefetcher.ports import RequestBatch
+
+__all__ = ["MemoryState", "MemoryStream"]
+
+
+class MemoryStream:
+    """A request stream in memory; a position is the number of records before it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: list[RequestSeen] = []
+        self._mark: str | None = None
+
+    def append(self, requests: Sequence[RequestSeen], mark: str | None = None) -> int:
+        with self._lock:
+            self._requests.extend(requests)
+            if requests and mark is not None:
+                self._mark = mark
+            return len(self._requests)
+
+    def read(self, position: int, limit: int) -> RequestBatch:
+        with self._lock:
+            found = tuple(self._requests[position : position + limit])
+        return RequestBatch(found, position + len(found))
+
+    def end(self) -> int:
+        return len(self._requests)
+
+    def last_mark(self) -> str | None:
+        return self._mark
+
+    def drop_before(self, position: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryState:
+    """A state store in memory."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._values: dict[str, tuple[bytes, float]] = {}
+        self._lists: dict[str, list[bytes]] = {}
+
+    def _get(self, key: str) -> bytes | None:
+        found = self._values.get(key)
+        if found is None or found[1] <= self._clock.steady_s():
+            return None
+        return found[0]
+
+    def read(self, key: str) -> bytes | None:
+        with self._lock:
+            return self._get(key)
+
+    def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        with self._lock:
+            return [self._get(key) for key in keys]
+
+    def write(self, items: Mapping[str, bytes], expire_s: float | None = None) -> None:
+        with self._lock:
+            until = float("inf") if expire_s is None else self._clock.steady_s() + expire_s
+            self._values.update({key: (value, until) for key, value in items.items()})
+
+    def write_fenced(self, fence_key: str, fence: int, items: Mapping[str, bytes]) -> bool:
+        with self._lock:
+            if int(self._get(fence_key) or b"0") > fence:
+                return False
+            new = dict(items) | {fence_key: str(fence).encode()}
+            self._values.update({key: (value, float("inf")) for key, value in new.items()})
+            return True
+
+    def next_number(self, key: str) -> int:
+        with self._lock:
+            number = int(self._get(key) or b"0") + 1
+            self._values[key] = (str(number).encode(), float("inf"))
+            return number
+
+    def append(self, key: str, items: Sequence[bytes], keep: int) -> None:
+        with self._lock:
+            self._lists[key] = (self._lists.get(key, []) + list(items))[-keep:]
+
+    def tail(self, key: str, count: int) -> list[bytes]:
+        with self._lock:
+            return self._lists.get(key, [])[-count:]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._values.pop(key, None)
+                self._lists.pop(key, None)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,181 @@
+"""Settings: small groups, read once at the command line, refused when unknown or out of range.
+
+Every setting can be given as an environment variable, `PREFETCHER_<GROUP>__<NAME>` (`PREFETCHER_NODE__HOST_BYTES=8GB`); the options of
+`prefetcher up` win over it. `docs/settings.md` is the reference. Covers no command-line option that is not a setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from prefetcher.errors import SettingsError
+
+__all__ = [
+    "ApiSettings",
+    "ClockSettings",
+    "DecisionSettings",
+    "LogSettings",
+    "NodeSettings",
+    "Settings",
+    "StateSettings",
+    "StreamSettings",
+    "load_settings",
+    "parse_bytes",
+]
+
+PREFIX = "PREFETCHER_"
+#: Variables that begin with the prefix and are no settings of `prefetcher up`: what clients, tests and benchmarks read.
+_NOT_SETTINGS = re.compile(r"PREFETCHER_(TEST_\w+|TRACES|SOCKET|URL|BENCH_\w+|DEMO_\w+)$")
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for base, suffix in ((1000, "B"), (1024, "IB"), (1000, ""))
+    for power, prefix in enumerate("KMGTP", start=1)
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+)\s*([A-Za-z]*)\s*$")
+
+
+def parse_bytes(text: str | int | float) -> int:
+    """A number of bytes from `8GB` (10⁹), `8GiB` (2³⁰), `8e9` or a plain number; K, M, G, T and P, any case.
+
+    Raises:
+        ValueError: it is no size, is negative, or is not finite.
+    """
+    found = _SIZE.match(str(text))
+    if found is None or found.group(2).upper() not in _UNITS:
+        raise ValueError(f"{text!r} is not a size: write a number of bytes, or one with a unit, as 8GB, 8GiB or 8e9")
+    return round(float(found.group(1)) * _UNITS[found.group(2).upper()])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class _Group(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NodeSettings(_Group):
+    """This node: its weights, its memory, its link."""
+
+    name: str = Field("node-0", min_length=1, max_length=128, pattern=r"^[\w.-]+$", description="the node's name in plans and logs")
+    models_dir: Path = Field(Path("models-store"), description="the folder of models, one folder of safetensors files each")
+    host_bytes: Bytes = Field(8_000_000_000, gt=0, description="host memory for weights")
+    host_dir: Path | None = Field(None, description="a tmpfs folder for the host tier; without it one is chosen")
+    lock: Literal["auto", "require", "off"] = Field("auto", description="lock the host tier in memory")
+    link_bytes_per_s: Bytes = Field(3_500_000_000, gt=0, description="disk to host memory, before anything was measured")
+    socket: Path | None = Field(None, description="where programs ask for leases; without it, the client's own default")
+    load_threads: int = Field(4, ge=1, le=64, description="threads that read one model")
+
+
+class DecisionSettings(_Group):
+    """What is worth it, how often that is asked, and whether anything is done about it."""
+
+    price: float = Field(0.002, ge=0, description="seconds of waiting that one GB held for one hour is worth")
+    tick_s: float = Field(60.0, gt=0, description="seconds between plans")
+    hold_s: float = Field(600.0, gt=0, description="how long a prefetch may stay unused")
+    observe: bool = Field(False, description="decide and log, load nothing")
+    control_ratio: float = Field(0.03, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch")
+    refit_s: float = Field(21_600.0, gt=0, description="seconds between fits of the hazard predictor")
+    seed: int = Field(0, ge=0, description="seed of the control group and of fits")
+
+
+class ApiSettings(_Group):
+    """The HTTP endpoint."""
+
+    host: str = Field("127.0.0.1", description="address to bind")
+    port: int = Field(8371, ge=0, le=65535, description="port to bind; 0 takes a free one")
+    body_limit_bytes: Bytes = Field(4_000_000, gt=0, description="largest request body")
+
+
+class StateSettings(_Group):
+    """Where what was learned is kept."""
+
+    dir: Path = Field(Path("~/.local/state/prefetcher"), description="folder of the embedded server and of the request log")
+    url: str | None = Field(None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0")
+    snapshot_s: float = Field(30.0, gt=0, description="seconds between snapshots of what was learned")
+
+
+class StreamSettings(_Group):
+    """Where requests come from, beside the HTTP endpoint."""
+
+    follow: Path | None = Field(None, description="a JSONL or CSV log to follow")
+    map: str | None = Field(None, description="field map of the followed log: a shipped map's name, or ts=startTime,model=request.model")
+    tz: str = Field("UTC", description="time zone of times without one")
+    segment_bytes: Bytes = Field(64_000_000, ge=1_000, description="size of one file of the request log")
+    keep_segments: int = Field(16, ge=1, description="read files of the request log that are kept")
+
+
+class LogSettings(_Group):
+    """Logs."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level that is written")
+    format: Literal["auto", "human", "json"] = Field("auto", description="auto: human in a terminal, else JSON")
+
+
+class ClockSettings(_Group):
+    """The clock of demonstrations: a day in minutes."""
+
+    speed: float = Field(1.0, gt=0, description="how many times as fast as the machine's clock")
+    origin_s: float | None = Field(None, description="the time at the start, seconds since 1970 UTC; needed when speed is not 1")
+
+
+class Settings(BaseSettings):
+    """All groups."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, env_ignore_empty=True
+    )
+
+    node: NodeSettings = Field(default_factory=NodeSettings)
+    decision: DecisionSettings = Field(default_factory=DecisionSettings)
+    api: ApiSettings = Field(default_factory=ApiSettings)
+    state: StateSettings = Field(default_factory=StateSettings)
+    stream: StreamSettings = Field(default_factory=StreamSettings)
+    log: LogSettings = Field(default_factory=LogSettings)
+    clock: ClockSettings = Field(default_factory=ClockSettings)
+
+
+def setting_names() -> dict[str, str]:
+    """Every setting's variable and its description."""
+    names: dict[str, str] = {}
+    for group, field in Settings.model_fields.items():
+        kind = field.annotation
+        assert isinstance(kind, type)
+        assert issubclass(kind, BaseModel)
+        for name, inner in kind.model_fields.items():
+            names[f"{PREFIX}{group}__{name}".upper()] = inner.description or ""
+    return names
+
+
+def load_settings(overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Settings:
+    """The settings from the environment, with `overrides` by group (command-line options) over them; None leaves a setting as it is.
+
+    Raises:
+        SettingsError: an unknown variable, or a value that is out of range; the message names it and what was expected.
+    """
+    known = setting_names()
+    for variable in sorted(os.environ):
+        if variable.startswith(PREFIX) and variable not in known and not _NOT_SETTINGS.match(variable):
+            close = difflib.get_close_matches(variable, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; the reference of settings lists all"
+            raise SettingsError(f"{variable} is not a setting{hint}")
+    given = {
+        group: {name: value for name, value in values.items() if value is not None}
+        for group, values in (overrides or {}).items()
+    }
+    try:
+        return Settings(**{group: values for group, values in given.items() if values})
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        reason = str(first["msg"]).removeprefix("Value error, ")
+        raise SettingsError(f"{where} = {first['input']!r}: {reason}") from exc
+    except ValueError as exc:  # pydantic-settings: a group's variable that is not JSON
+        raise SettingsError(str(exc)) from exc
