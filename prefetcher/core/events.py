@@ -1,26 +1,29 @@
 """What a node's residency machine hears (events, past tense) and says (instructions, imperative).
 
-Covers the vocabulary between `core.residency` and its shells; the facts that the ledger records are in `core.facts`. Times are seconds since
-1970-01-01 UTC (`_s`), sizes bytes (`_bytes`). Where an event names weights by `target`, a bare model name means the version that serves.
+Covers the vocabulary between `core.residency` and its shells; the facts that the ledger records are in `core.facts`. Times are
+seconds since 1970-01-01 UTC (`_s`), sizes bytes (`_bytes`). Where an event names weights by `target`, a bare model name means the
+version that serves.
 
 What the machine expects of a loader, for every edge:
 
-* `LoadWeights` takes the memory for all bytes of the weights (unless `resume_from_bytes` is above 0: it has it) and is answered by any number of `BytesVerified` and then one of
-  `WeightsLoaded`, `LoadPaused`, `LoadFailed`. After `LoadFailed` no byte of the copy is left in its tier.
-* `PauseLoad` is answered by `LoadPaused` at the end of the running block, or by what happened first: `WeightsLoaded` or `LoadFailed`. The memory stays taken.
-* `CancelLoad` and `EvictWeights` are answered by `WeightsEvicted` once the kernel has the bytes back, also when the load had just completed or
-  nothing was left. Both may be repeated when an answer is overdue and must then be answered again.
+* `LoadWeights` takes the memory for all bytes of the weights (with `resumed` it has it already) and is answered by any number of
+  `BytesVerified` and then one of `WeightsLoaded`, `LoadPaused`, `LoadFailed`. After `LoadFailed` no byte of the copy is left in its tier.
+* `PauseLoad` is answered by `LoadPaused` at the end of the running block, or by what happened first: `WeightsLoaded` or `LoadFailed`.
+  The memory stays taken.
+* `CancelLoad` and `EvictWeights` are answered by `WeightsEvicted` once the kernel has the bytes back, also when the load had just
+  completed or failed, or nothing was left. Both are repeated when an answer is overdue, and may be answered more than once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from prefetcher.core.facts import Fact
 from prefetcher.core.types import Cause, DecisionId, ModelName, Order, Plan, Tier, WeightsKey
 
 __all__ = [
+    "AgentRestarted",
     "Answer",
     "BytesVerified",
     "CancelLoad",
@@ -50,6 +53,7 @@ __all__ = [
     "SwitchVersion",
     "SwitchedOff",
     "SwitchedOn",
+    "Target",
     "Ticked",
     "Unpinned",
     "VersionPublished",
@@ -60,7 +64,7 @@ __all__ = [
 Target = WeightsKey | ModelName
 
 
-class Evicted(str, Enum):
+class Evicted(StrEnum):
     """Why weights leave a tier."""
 
     ROOM = "room"  # something worth more needed the memory
@@ -70,14 +74,15 @@ class Evicted(str, Enum):
     ASKED = "asked"  # by hand
 
 
-# --- events ---------------------------------------------------------------------------------------------------------------------------
+# --- events ---
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogSeen:
-    """Weights exist. `link_s` is the time of each edge by the tier that it leads to; `complete` the tiers that hold every byte, verified.
+    """Weights exist. `link_s` is the time of each edge by the tier that it leads to.
 
-    Seen again it refreshes size-independent facts; a size that changed under the same key is refused (a version names its bytes).
+    `complete` are the tiers that hold every byte, verified; HOST and DEVICE among them are adopted if they fit. Seen again it refreshes
+    times and adds tiers; a size that changed under the same key is refused (a version names its bytes).
     """
 
     key: WeightsKey
@@ -93,15 +98,19 @@ class PlanReceived:
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """A request row was seen: demand. `ts` is the row's own time; waits count from it."""
+    """A request row was seen: demand. `ts` is the row's own time; waits count from it.
+
+    `index`, where the sender has it, is the weights' index with this row counted in: scores are refreshed before they are compared.
+    """
 
     target: Target
     ts: float
+    index: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequested:
-    """`holder` wants to map the weights and waits for `GrantLease` or `RefuseLease`; one answer per event. `token` comes back in the answer."""
+    """`holder` wants to map the weights: answered, once, by `GrantLease` or `RefuseLease` with the same `token`."""
 
     holder: str
     target: Target
@@ -150,7 +159,7 @@ class LoadPaused:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The load ended without the weights. `source_bad`: the copy below is not what was promised and must not be served."""
+    """The load ended without the weights. `source_bad`: the copy below is not what was promised; it is served to nobody."""
 
     key: WeightsKey
     tier: Tier
@@ -218,6 +227,13 @@ class SwitchedOn:
 
 
 @dataclass(frozen=True, slots=True)
+class AgentRestarted:
+    """The agent's process is new: transfers, leases and waiters of the old one are gone; of HOST and DEVICE only `kept` was found."""
+
+    kept: frozenset[tuple[WeightsKey, Tier]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time passed: holds, deadlines and back-offs are looked at. Send one at least every few seconds."""
 
@@ -241,16 +257,20 @@ Event = (
     | EvictAsked
     | SwitchedOff
     | SwitchedOn
+    | AgentRestarted
     | Ticked
 )
 
 
-# --- instructions ---------------------------------------------------------------------------------------------------------------------
+# --- instructions ---
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Move the weights up one edge. `order` is the prefetch behind it, if it is one; bytes below `resume_from_bytes` are there already."""
+    """Move the weights up one edge. `order` is the prefetch behind it, if there is one.
+
+    `resumed`: after a pause; the memory is taken and the bytes below `resume_from_bytes` are there.
+    """
 
     key: WeightsKey
     from_tier: Tier
@@ -258,6 +278,7 @@ class LoadWeights:
     cause: Cause
     bytes: int
     order: Order | None = None
+    resumed: bool = False
     resume_from_bytes: int = 0
 
 
@@ -278,9 +299,12 @@ class CancelLoad:
 
 @dataclass(frozen=True, slots=True)
 class EvictWeights:
+    """Give the memory back; `room_for` is what needs it when the reason is `room`."""
+
     key: WeightsKey
     tier: Tier
     reason: Evicted
+    room_for: WeightsKey | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """The facts that a ledger is made of: what happened to orders, rows, transfers and memory.
 
-`core.residency` states them (in `Record` instructions), `core.ledger` adds them up; nothing else is needed to recompute a ledger. Times are
-seconds since 1970-01-01 UTC (`_s`), sizes bytes (`_bytes`).
+`core.residency` states them (in `Record` instructions), `core.ledger` adds them up; nothing else is needed to recompute a ledger. Times
+are seconds since 1970-01-01 UTC (`_s`), sizes bytes (`_bytes`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from prefetcher.core.types import Cause, DecisionId, ModelName, NodeName, Order, Tier, WeightsKey
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-class Found(str, Enum):
+class Found(StrEnum):
     """What a row found when it came."""
 
     READY = "ready"
@@ -38,7 +38,7 @@ class Found(str, Enum):
     ABSENT = "absent"
 
 
-class Ending(str, Enum):
+class Ending(StrEnum):
     """Why an order came to its end; with the order's times it decides the outcome."""
 
     GIVEN_UP = "given_up"  # its hold, its price, a new version, by hand: any reason but displacement
@@ -105,8 +105,11 @@ class RowSeen:
 
 @dataclass(frozen=True, slots=True)
 class RowServed:
-    """The weights were there for it after `wait_s`. `bypass`: from the tier below; the wait is then the time of that link, as known.
-    `dropped`: it was given up (no weights within the deadline, the holder died); its wait is what it had waited."""
+    """The weights were there for it after `wait_s`.
+
+    `bypass`: from the tier below; the wait then ends with the time of that link, as known. `dropped`: it was given up (no weights within
+    the deadline, the holder died); its wait is what it had waited.
+    """
 
     model: ModelName
     ts: float
@@ -133,8 +136,10 @@ class TransferEnded:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyEnded:
-    """Memory of `bytes` was held from `start_s` to `end_s`. `ready_s` is None where it never became ready, `last_use_s` (at least
-    `ready_s`) None where it was never used."""
+    """Memory of `bytes` was held from `start_s` to `end_s`.
+
+    `ready_s` is None where it never became ready, `last_use_s` (at least `ready_s`) None where it was never used.
+    """
 
     key: WeightsKey
     tier: Tier
