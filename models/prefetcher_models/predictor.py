@@ -1,9 +1,10 @@
 """The one interface that every predictor shares, and the forecast that it gives.
 
-A predictor learns from blocks of traffic (`prefetcher.core.traffic.Block`: rows in time order, the feature row right after each of them,
-and the feature rows of every seen model at each tick) and answers, for any time after the last block, with what probability each model
-is used within each of `HORIZONS_S`. It never reads a clock and never sees a row before it is handed over, so whatever it learned at
-`now_s` comes from rows before `now_s`. Choosing between predictors and acting on forecasts are not its business.
+A predictor learns from blocks of traffic (`prefetcher.core.traffic.Block`: rows in time order, the feature row right
+after each of them, and the feature rows of every seen model at each tick) and answers, for any time after the last
+block, with what probability each model is used within each of `HORIZONS_S`. It never reads a clock and never sees a
+row before it is handed over, so whatever it learned at `now_s` comes from rows before `now_s`. Choosing between
+predictors and acting on forecasts are not its business.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ IntArray = npt.NDArray[np.int64]
 class Forecast:
     """P(used within each horizon), one row a model.
 
-    `models`: int64[n], rows of the `Traffic`. `p`: float64[n, len(HORIZONS_S)], finite, within [0, 1], never falling with the horizon.
-    `issued_s` is when it was made; horizons count from `valid_from_s`. `fallback` names why the predictor's own method was not used ('' if it was).
+    `models`: int64[n], rows of the `Traffic`. `p`: float64[n, len(HORIZONS_S)], finite, within [0, 1], never falling
+    with the horizon. `issued_s` is when it was made; horizons count from `valid_from_s`. `fallback` names why the
+    predictor's own method was not used ('' if it was).
     """
 
     predictor: str
@@ -56,15 +58,18 @@ class Predictor(Protocol):
         ...
 
     def learn(self, traffic: Traffic, block: Block) -> None:
-        """Take in one block, in time order; `traffic` is the state after it. Cheap: what is costly waits for `refit`."""
+        """Take in one block, in time order; `traffic` is the state after it. What is costly waits for `refit`."""
         ...
 
     def refit(self, now_s: float) -> bool:
-        """Fit again from what was learned, if that pays; whether it did. Uses only outcomes that were known before `now_s`."""
+        """Fit again from what was learned, if that pays; whether it did. Uses only outcomes that were known before
+        `now_s`.
+        """
         ...
 
     def forecast(self, traffic: Traffic, now_s: float, models: IntArray | None = None) -> Forecast:
-        """Forecast `models` (all that `traffic` knows if None) from `now_s` on; changes nothing but the count of fallbacks.
+        """Forecast `models` (all that `traffic` knows if None) from `now_s` on; changes nothing but the count of
+        fallbacks.
 
         A model never used so far gets a forecast too (a predictor without a prior for it says 0).
         """
