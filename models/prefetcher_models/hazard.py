@@ -9,25 +9,25 @@ any blocks give the same bytes. LightGBM is imported at the first fit; evaluatio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.traffic import FEATURE_NAMES, TAUS_S, Block, Traffic
+from prefetcher.core.traffic import FEATURE_NAMES, Block, Traffic
 from prefetcher.core.types import HORIZONS_S
 from prefetcher.errors import PredictorError
+from prefetcher_models.calibration import calibration_line
 from prefetcher_models.predictor import FloatArray, Forecast, IntArray, checked, monotone, rate_probabilities
 from prefetcher_models.samples import EPOCH_S, SampleStore
 from prefetcher_models.trees import DEPTH, Forest
 
-__all__ = ["ALL_HORIZONS", "Hazard", "HazardSettings"]
+__all__ = ["ALL_HORIZONS", "Fit", "Hazard", "HazardSettings"]
 
 ALL_HORIZONS: tuple[int, ...] = tuple(range(len(HORIZONS_S)))
 #: Decayed rates whose mean stands in for a horizon without trees: over 10 min, 1 h, 6 h and 1 d.
 _RATE_COLUMNS = [FEATURE_NAMES.index(f"log_rate_{tau}s") for tau in (600, 3600, 21600, 86400)]
-_RATE_SCALES = [TAUS_S.index(float(tau)) for tau in (600, 3600, 21600, 86400)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +54,42 @@ class HazardSettings:
     max_bin: int = 63
 
 
-class Hazard:
-    """The pooled hazard as a predictor, see `predictor.Predictor`."""
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits have learned, for each of `HORIZONS_S`: the last LightGBM texts, newest first, and the calibration
+    line (slope, offset).
 
-    def __init__(self, settings: HazardSettings | None = None) -> None:
+    `from_s`, `until_s`, `rows`: the log that it was learned from. `scores`: by horizon in seconds, how the forecasts
+    before the last fit did on what came after them: samples, base rate, Brier score, log loss.
+    """
+
+    trees: tuple[tuple[str, ...], ...]
+    lines: tuple[tuple[float, float], ...]
+    from_s: float = np.inf
+    until_s: float = -np.inf
+    rows: int = 0
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+_NO_FIT = Fit(trees=((),) * len(HORIZONS_S), lines=((1.0, 0.0),) * len(HORIZONS_S))
+_SCORES = ("samples", "base_rate", "brier", "log_loss")
+#: Forecasts with outcomes per horizon that calibration looks back on, and the fewest that it needs.
+_MOST_EVIDENCE, _FEWEST_EVIDENCE = 8000, 500
+
+
+class Hazard:
+    """The pooled hazard as a predictor, see `predictor.Predictor`; from `fit`, it forecasts at once."""
+
+    def __init__(self, settings: HazardSettings | None = None, fit: Fit = _NO_FIT) -> None:
         self.settings = settings or HazardSettings()
         self._store = SampleStore(self.settings.seed, self.settings.samples)
-        self._texts: list[list[str]] = [[] for _ in HORIZONS_S]
-        self._forests: list[Forest | None] = [None] * len(HORIZONS_S)
         self._origin_s = np.inf
         self._next_fit_s = np.inf
         self._fits = 0
+        #: log-odds of the trees in force, and whether the model was then used: float64[k, 2] for each horizon
+        self._evidence = [np.zeros((0, 2)) for _ in HORIZONS_S]
         self._fallbacks = {"no fit yet": 0, "horizon without a fit": 0}
+        self._take_over(fit)
 
     @property
     def name(self) -> str:
@@ -79,6 +103,11 @@ class Hazard:
     def fits(self) -> int:
         """How many times trees were fitted."""
         return self._fits
+
+    @property
+    def fit(self) -> Fit:
+        """What was learned last."""
+        return self._fit
 
     @property
     def next_fit_s(self) -> float:
@@ -101,7 +130,7 @@ class Hazard:
         age_s = now_s - self._origin_s
         step_s = min(max(3600.0, self.settings.growth * age_s), max(86400.0, 0.1 * age_s))
         self._next_fit_s = np.ceil((now_s + step_s) / EPOCH_S) * EPOCH_S
-        return self._fit(now_s)
+        return self._fit_all(now_s)
 
     def forecast(self, traffic: Traffic, now_s: float, models: IntArray | None = None) -> Forecast:
         which = np.arange(traffic.n_models) if models is None else np.asarray(models, dtype=np.int64)
@@ -113,13 +142,13 @@ class Hazard:
         return checked(Forecast(self.name, now_s, now_s, which, p, fallback))
 
     def probabilities(self, x: npt.NDArray[np.float32], horizons: tuple[int, ...]) -> FloatArray:
-        """float64[n, len(horizons)]: P(used within each of these horizons) for feature rows x float32[n, F] of models
-        that were used.
+        """float64[n, len(horizons)]: P(used within each of these horizons, rising) for feature rows x float32[n, F]
+        of models that were used.
         """
         out = np.empty((len(x), len(horizons)))
         rates: FloatArray | None = None
         for column, horizon in enumerate(horizons):
-            forest = self._forests[horizon]
+            forest = self._calibrated[horizon]
             if forest is not None:
                 out[:, column] = forest.predict(x)
                 continue
@@ -130,55 +159,86 @@ class Hazard:
         return monotone(out)
 
     def snapshot(self) -> dict[str, np.ndarray]:
-        texts = {f"trees_{h}_{i}": _bytes(text) for h, kept in enumerate(self._texts) for i, text in enumerate(kept)}
-        times = np.array([self._origin_s, self._next_fit_s])
-        counts = np.array([self._fits, *self._fallbacks.values()], dtype=np.int64)
-        store = {f"store_{key}": value for key, value in self._store.snapshot().items()}
-        return {"predictor": _bytes(self.name), "times": times, "counts": counts, **texts, **store}
+        fit = self._fit
+        scores = [[float(h), *fit.scores[h].values()] for h in fit.scores]
+        return {
+            "predictor": _bytes(self.name),
+            "times": np.array([self._origin_s, self._next_fit_s, fit.from_s, fit.until_s]),
+            "counts": np.array([fit.rows, self._fits, *self._fallbacks.values()], dtype=np.int64),
+            "lines": np.array(fit.lines),
+            "scores": np.array(scores).reshape(len(scores), 1 + len(_SCORES)),
+            **{f"evidence_{h}": evidence for h, evidence in enumerate(self._evidence)},
+            **{f"trees_{h}_{i}": _bytes(text) for h, kept in enumerate(fit.trees) for i, text in enumerate(kept)},
+            **{f"store_{key}": value for key, value in self._store.snapshot().items()},
+        }
 
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
         try:
             if bytes(snapshot["predictor"]) != self.name.encode():
                 raise PredictorError("a snapshot of another predictor", predictor=self.name)
-            texts = [
-                [bytes(snapshot[key]).decode() for i in range(len(snapshot)) if (key := f"trees_{h}_{i}") in snapshot]
+            trees = tuple(
+                tuple(
+                    bytes(snapshot[key]).decode() for i in range(len(snapshot)) if (key := f"trees_{h}_{i}") in snapshot
+                )
                 for h in range(len(HORIZONS_S))
-            ]
-            forests = [_forest(kept) for kept in texts]
+            )
+            origin_s, next_fit_s, from_s, until_s = (float(v) for v in snapshot["times"])
+            rows, fits, *fallbacks = (int(v) for v in snapshot["counts"])
+            lines = tuple((float(slope), float(offset)) for slope, offset in snapshot["lines"])
+            scores = {f"{row[0]:g}": dict(zip(_SCORES, row[1:].tolist(), strict=True)) for row in snapshot["scores"]}
+            evidence = [np.array(snapshot[f"evidence_{h}"]) for h in range(len(HORIZONS_S))]
+            self._take_over(Fit(trees, lines, from_s, until_s, rows, scores))
             self._store.restore({key[6:]: value for key, value in snapshot.items() if key.startswith("store_")})
-            self._origin_s, self._next_fit_s = (float(v) for v in snapshot["times"])
-            self._fits, *fallbacks = (int(v) for v in snapshot["counts"])
         except (KeyError, ValueError) as error:
             raise PredictorError(
                 f"a snapshot that the hazard does not understand: {error}", predictor=self.name
             ) from error
-        self._texts, self._forests = texts, forests
+        self._origin_s, self._next_fit_s, self._fits, self._evidence = origin_s, next_fit_s, fits, evidence
         self._fallbacks = dict(zip(self._fallbacks, fallbacks, strict=True))
 
-    def _fit(self, now_s: float) -> bool:
+    def _take_over(self, fit: Fit) -> None:
+        forests = [_forest(texts) for texts in fit.trees]
+        if not len(forests) == len(fit.lines) == len(HORIZONS_S):
+            raise ValueError(f"a fit of {len(forests)} horizons, expected {len(HORIZONS_S)}")
+        self._fit = fit
+        self._forests = forests
+        self._calibrated = [
+            f.along(*line) if f is not None else None for f, line in zip(forests, fit.lines, strict=True)
+        ]
+
+    def _fit_all(self, now_s: float) -> bool:
+        """New trees for every horizon that has enough samples whose outcome is known, and for all a new look at
+        calibration.
+        """
         s = self._store.samples(now_s)
-        age_s = now_s - self._origin_s
-        fitted = False
+        trees, lines, scores = list(self._fit.trees), list(self._fit.lines), {}
         rng = np.random.default_rng([self.settings.seed, self._fits])
         for horizon in self.settings.horizons:
             within_s = HORIZONS_S[horizon]
             known = np.flatnonzero(s.t + within_s <= now_s)
-            if age_s < 1.5 * within_s or len(known) < self.settings.fewest_samples:
+            used = (s.next_s[known] <= s.t[known] + within_s).astype(np.float64)
+            forest = self._forests[horizon]
+            if forest is not None and (fresh := s.t[known] >= self._fit.until_s).any():
+                log_odds = forest.log_odds(s.x[known[fresh]])
+                scores[f"{within_s:g}"] = _score(log_odds, used[fresh], lines[horizon])
+                pairs = np.concatenate([self._evidence[horizon], np.stack([log_odds, used[fresh]], axis=1)])
+                self._evidence[horizon] = pairs[-_MOST_EVIDENCE:]
+                if len(pairs) >= _FEWEST_EVIDENCE:
+                    lines[horizon] = calibration_line(*self._evidence[horizon].T)
+            if now_s - self._origin_s < 1.5 * within_s or len(known) < self.settings.fewest_samples:
                 continue
             if len(known) > self.settings.samples:
                 weight = np.linspace(0.3, 1.0, len(known))
-                known = np.sort(rng.choice(known, self.settings.samples, replace=False, p=weight / weight.sum()))
-            used = (s.next_s[known] <= s.t[known] + within_s).astype(np.float32)
-            if used.min() == used.max():
-                continue
-            text = self._train(s.x[known], used)
-            self._texts[horizon] = [text, *self._texts[horizon]][: self.settings.averaged]
-            self._forests[horizon] = _forest(self._texts[horizon])
-            fitted = True
+                some = np.sort(rng.choice(len(known), self.settings.samples, replace=False, p=weight / weight.sum()))
+                known, used = known[some], used[some]
+            if used.min() < used.max():
+                trees[horizon] = (self._train(s.x[known], used), *trees[horizon])[: self.settings.averaged]
+        fitted = trees != list(self._fit.trees)
+        self._take_over(Fit(tuple(trees), tuple(lines), self._origin_s, now_s, self._store.rows, scores))
         self._fits += 1
         return fitted
 
-    def _train(self, x: npt.NDArray[np.float32], used: npt.NDArray[np.float32]) -> str:
+    def _train(self, x: npt.NDArray[np.float32], used: FloatArray) -> str:
         import lightgbm
 
         s = self.settings
@@ -201,7 +261,14 @@ class Hazard:
         return str(booster.model_to_string())
 
 
-def _forest(texts: list[str]) -> Forest | None:
+def _score(log_odds: FloatArray, used: FloatArray, line: tuple[float, float]) -> dict[str, float]:
+    p = np.clip(1.0 / (1.0 + np.exp(-(line[0] * log_odds + line[1]))), 1e-12, 1.0 - 1e-12)
+    loss = -np.where(used > 0.0, np.log(p), np.log1p(-p)).mean()
+    values = (len(p), used.mean(), ((p - used) ** 2).mean(), loss)
+    return dict(zip(_SCORES, (float(v) for v in values), strict=True))
+
+
+def _forest(texts: tuple[str, ...]) -> Forest | None:
     return Forest.average([Forest.parse(text, len(FEATURE_NAMES)) for text in texts]) if texts else None
 
 

@@ -89,6 +89,11 @@ class SampleStore:
         self._closed: list[Samples] = []
         self._arrivals: list[tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]] = []
 
+    @property
+    def rows(self) -> int:
+        """Rows of the log that were drawn from."""
+        return self._rows
+
     def take(self, block: Block, origin_s: float) -> None:
         """Draw from the block that follows the last one; `origin_s` is the time of the log's first row."""
         if not np.isfinite(origin_s):
@@ -129,7 +134,7 @@ class SampleStore:
             self._kept = _join([self._kept, *self._closed])
             self._closed = []
         self._resolve()
-        if len(self._kept.t) > 4 * self._most:
+        while len(self._kept.t) > 4 * self._most:
             rng = np.random.default_rng([self._seed & 0xFFFFFFFF, self._folds])
             self._folds += 1
             self._kept = self._kept.at(rng.random(len(self._kept.t)) < np.linspace(0.4, 1.0, len(self._kept.t)))

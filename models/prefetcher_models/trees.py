@@ -64,10 +64,20 @@ class Forest:
             leaf=np.concatenate([f.leaf for f in forests]) / len(forests),
         )
 
+    def along(self, slope: float, offset: float) -> Forest:
+        """These trees with log-odds slope·x + offset instead of x."""
+        return Forest(self.feature, self.threshold, self.leaf * slope + offset / len(self.leaf))
+
+    def log_odds(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """float64[n]: the log-odds for each row of x float32[n, F]."""
+        out = np.empty(len(x))
+        _add_up(self.feature, self.threshold, self.leaf, x, out)
+        return out
+
     def predict(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """float64[n]: the probability for each row of x float32[n, F]."""
-        out = np.empty(len(x))
-        _predict(self.feature, self.threshold, self.leaf, x, out)
+        out = self.log_odds(x)
+        _to_probabilities(out)
         return out
 
 
@@ -110,7 +120,7 @@ def _complete(
 
 
 @kernel
-def _predict(feature: Any, threshold: Any, leaf: Any, x: Any, out: Any) -> None:
+def _add_up(feature: Any, threshold: Any, leaf: Any, x: Any, out: Any) -> None:
     n = len(x)
     for begin in range(0, n, _ROWS):
         end = min(n, begin + _ROWS)
@@ -123,5 +133,9 @@ def _predict(feature: Any, threshold: Any, leaf: Any, x: Any, out: Any) -> None:
                 for _ in range(DEPTH):
                     place = 2 * place + 1 + (1 if x[r, asked[place]] > cut[place] else 0)
                 out[r] += values[place - _QUESTIONS]
-        for r in range(begin, end):
-            out[r] = 1.0 / (1.0 + math.exp(-out[r]))
+
+
+@kernel
+def _to_probabilities(out: Any) -> None:
+    for r in range(len(out)):
+        out[r] = 1.0 / (1.0 + math.exp(-out[r]))
