@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.core.features import FEATURE_NAMES, HISTORY_DAYS, LATE_S, TAUS_S
 from prefetcher.core.traffic import FOLLOWERS, MODELS_PER_USER, USER_BUCKETS, USER_WAYS, Traffic
+from prefetcher.core.traffic_state import FEATURE_NAMES, HISTORY_DAYS, LATE_S, TAUS_S
 
 START_S = 1_700_000_000.0
 DAY_S = 86400.0

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefetcher.core.features import FEATURE_NAMES
 from prefetcher.core.traffic import Traffic
+from prefetcher.core.traffic_state import FEATURE_NAMES
 from prefetcher.core.types import HORIZONS_S
 from prefetcher.errors import PredictorError
 from prefetcher_models.artifacts import load_hazard, save_hazard

@@ -9,38 +9,15 @@ What `prefetcher.core.traffic` stores and what it derives is said there. Minutes
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from prefetcher.core.compiled import kernel
+from prefetcher.core.traffic_state import GAP_BINS, HISTORY_DAYS, LAG_MINUTES, LATE_S, TAUS_S, State
 
-__all__ = [
-    "FEATURE_NAMES",
-    "GAP_BINS",
-    "HISTORY_DAYS",
-    "LAG_MINUTES",
-    "LATE_S",
-    "TAUS_S",
-    "State",
-    "gap_bin",
-    "rebuild_rates",
-    "roll_day",
-    "take_block",
-    "take_features",
-]
+__all__ = ["rebuild_rates", "take_block", "take_features", "take_rates"]
 
-#: Days of minute counts kept before the current UTC day: two weeks, so that "this hour last week" has two samples.
-HISTORY_DAYS = 14
-#: Time scales of the decayed row rates, in seconds.
-TAUS_S = (120.0, 600.0, 1200.0, 3600.0, 10800.0, 21600.0, 86400.0, 604800.0)
-#: Half-octave bins of the gap histogram: bin b holds gaps of 2^(b/2) to 2^((b+1)/2) seconds; the last one is open
-#: (from 52 h).
-GAP_BINS = 36
-#: A row this much older than the newest one is dropped; a younger late row counts as if it came with its model's last
-#: row.
-LATE_S = 600.0
 #: Used "together": a start (first use, or after a gap this long) within this many seconds of another model's use.
 TOGETHER_S = 300.0
 #: An active user's last row is at most this old.
@@ -53,131 +30,15 @@ GAP_WEIGHT = 0.15
 HISTOGRAM_GAPS = 200.0
 
 _DAY = 1440
-#: (minutes back, minutes on from there): where windows of past counts begin and end. Each has a cursor per model.
-_WINDOWS: tuple[tuple[int, int], ...] = (
-    (60, 0),
-    (60, 5),
-    (_DAY + 60, 0),
-    (_DAY, 10),
-    (7 * _DAY, 10),
-    (7 * _DAY, 360),
-    (14 * _DAY, 0),
-    (14 * _DAY, 60),
-    (14 * _DAY, 360),
-    *((k * _DAY, span) for k in range(1, 8) for span in (0, 15, 60, 240)),
-)
-#: Minutes back from now of every such point.
-LAG_MINUTES = np.array([back - on for back, on in _WINDOWS], dtype=np.int64)
 _L_HOUR, _L_HOUR_5, _L_EVE, _L_DAY_10, _L_WEEK_10, _L_WEEK_360, _L_FORTNIGHT = 0, 1, 2, 3, 4, 5, 6
 _L_DAYS = 9
 _N_TAUS = len(TAUS_S)
 _TAUS = np.array(TAUS_S)
 _DECAYS = np.exp(-60.0 * np.arange(512)[:, None] / _TAUS[None, :])
 
-FEATURE_NAMES: tuple[str, ...] = (
-    "log_age",
-    *(f"log_rate_{int(tau)}s" for tau in TAUS_S),
-    "log_gap_1",
-    "log_gap_2",
-    "log_gap_3",
-    "log_rate_lifetime",
-    "log_total",
-    "log_gap_tail",
-    "gap_hazard_120s",
-    "gap_hazard_600s",
-    "gap_hazard_3600s",
-    "gap_hazard_21600s",
-    "yesterday_10min",
-    "yesterday_1h",
-    "yesterday_hour_before",
-    "last_week_10min",
-    "last_week_1h",
-    "hour_ago_5min",
-    "second_of_hour",
-    "hour_of_day",
-    "day_of_week",
-    "all_10min_over_1h",
-    "all_1h_over_1d",
-    "follower_max",
-    "follower_sum",
-    "log_share_1h",
-    "log_gap_mean",
-    "log_gap_variance",
-    "log_age_over_mean_gap",
-    "log_age_over_last_gap",
-    "days_mean_15min",
-    "days_mean_1h",
-    "days_mean_4h",
-    "days_used_15min",
-    "days_used_1h",
-    "next_use_yesterday_min",
-    "next_use_hour_ago_min",
-    "weeks_mean_1h",
-    "weeks_mean_6h",
-    "is_row",
-    "trend_10min_over_1d",
-    "user_share_sum",
-    "user_share_max",
-    "user_share_now",
-    "user_recent",
-    "user_switch",
-    "users_active",
-    "mean_log_count",
-)
-
-
-class State(NamedTuple):
-    """All of the traffic state. n models; minute lists have n + 1 rows, row 0 for all models together and row i + 1
-    for model i.
-
-    A minute list is a slice of the pool: the minutes with rows, rising, and the rows up to and with each of them.
-    """
-
-    # minute lists
-    pool_minute: npt.NDArray[np.int32]
-    pool_cum: npt.NDArray[np.int64]
-    start: npt.NDArray[np.int64]
-    length: npt.NDArray[np.int64]
-    room: npt.NDArray[np.int64]
-    base: npt.NDArray[np.int64]
-    decayed: npt.NDArray[np.float64]
-    cursor: npt.NDArray[np.int32]
-    # one row a model
-    last_s: npt.NDArray[np.float64]
-    first_s: npt.NDArray[np.float64]
-    total: npt.NDArray[np.int64]
-    gaps_s: npt.NDArray[np.float64]
-    log_gap_mean: npt.NDArray[np.float64]
-    log_gap_var: npt.NDArray[np.float64]
-    log_count: npt.NDArray[np.float64]
-    histogram: npt.NDArray[np.float64]
-    slots: npt.NDArray[np.float64]
-    last_slot: npt.NDArray[np.int64]
-    follower: npt.NDArray[np.int32]
-    follower_w: npt.NDArray[np.float64]
-    switch: npt.NDArray[np.int32]
-    switch_w: npt.NDArray[np.float64]
-    switches: npt.NDArray[np.float64]
-    # recent models and users
-    recent: npt.NDArray[np.int32]
-    recent_s: npt.NDArray[np.float64]
-    active: npt.NDArray[np.int64]
-    active_at: npt.NDArray[np.int64]
-    active_s: npt.NDArray[np.float64]
-    user_id: npt.NDArray[np.int64]
-    user_s: npt.NDArray[np.float64]
-    user_rows: npt.NDArray[np.float64]
-    user_now: npt.NDArray[np.int32]
-    user_model: npt.NDArray[np.int32]
-    user_w: npt.NDArray[np.float64]
-    user_at: npt.NDArray[np.float64]
-    # [origin_s, newest_s] and [day, late rows, dropped rows, rows]
-    times: npt.NDArray[np.float64]
-    counters: npt.NDArray[np.int64]
-
 
 @kernel
-def gap_bin(gap_s: float) -> int:
+def _gap_bin(gap_s: float) -> int:
     """The half-octave bin of a gap; gaps under a second share the first."""
     if gap_s < 1.0:
         return 0
@@ -243,7 +104,7 @@ def rebuild_rates(state: State) -> None:
 
 
 @kernel
-def roll_day(state: State, now_s: float) -> None:
+def _roll_day(state: State, now_s: float) -> None:
     """On a new UTC day, forget minutes older than `HISTORY_DAYS` before it, so that rates depend on the kept minutes
     only.
     """
@@ -341,14 +202,14 @@ def _take_row(state: State, ts: float, m: int, user: int, count: int) -> float:
         state.counters[1] += 1
     state.times[1] = max(state.times[1], ts)
     state.counters[3] += 1
-    roll_day(state, ts)
+    _roll_day(state, ts)
     old = state.total[m]
     t = max(ts, state.last_s[m]) if old > 0 else ts
     gap = t - state.last_s[m] if old > 0 else math.inf
     log_count = math.log(max(count, 1))
     if old > 0:
         h = state.histogram[m]
-        h[gap_bin(gap)] += 1.0
+        h[_gap_bin(gap)] += 1.0
         if h.sum() > HISTOGRAM_GAPS:
             h *= 0.7
         state.gaps_s[m, 2] = state.gaps_s[m, 1]
@@ -419,7 +280,7 @@ def _feature_row(state: State, out: Any, m: int, t: float, is_row: float, before
     out[i + 1] = math.log(total)
     i += 2
     h = state.histogram[m]
-    own = gap_bin(age)
+    own = _gap_bin(age)
     tail = 0.0
     for j in range(own, GAP_BINS):
         tail += h[j]
@@ -427,7 +288,7 @@ def _feature_row(state: State, out: Any, m: int, t: float, is_row: float, before
     i += 1
     for ahead in (120.0, 600.0, 3600.0, 21600.0):
         mass = 0.0
-        for j in range(own, gap_bin(age + ahead) + 1):
+        for j in range(own, _gap_bin(age + ahead) + 1):
             mass += h[j]
         out[i] = mass / (tail + 0.5)
         i += 1
@@ -542,7 +403,7 @@ def _feature_row(state: State, out: Any, m: int, t: float, is_row: float, before
 @kernel
 def take_features(state: State, models: Any, now_s: float, out: Any) -> None:
     """Feature rows of `models` at `now_s` into out[len(models), F]; a model that was never used gets NaN."""
-    roll_day(state, now_s)
+    _roll_day(state, now_s)
     before = np.zeros(len(LAG_MINUTES))
     for r in range(len(models)):
         if state.total[models[r]] > 0:
@@ -584,7 +445,7 @@ def take_block(
                     _feature_row(state, row_features[i], model[i], t, 1.0, before)
             i += 1
         if want and k < len(ticks):
-            roll_day(state, until)
+            _roll_day(state, until)
             for m in range(n):
                 if state.total[m] > 0:
                     tick_of[written] = k
@@ -597,54 +458,7 @@ def take_block(
 @kernel
 def take_rates(state: State, models: Any, now_s: float, out: Any) -> None:
     """Decayed row rates of `models` at `now_s` into out[len(models), len(TAUS_S)]."""
-    roll_day(state, now_s)
+    _roll_day(state, now_s)
     for r in range(len(models)):
         for k in range(_N_TAUS):
             out[r, k] = _rate(state, models[r] + 1, k, now_s)
-
-
-@kernel
-def _rows_before(state: State, row: int, minute: int) -> int:
-    low, high = 0, state.length[row]
-    while low < high:
-        middle = (low + high) // 2
-        if state.pool_minute[state.start[row] + middle] < minute:
-            low = middle + 1
-        else:
-            high = middle
-    return int(state.pool_cum[state.start[row] + low - 1]) if low > 0 else int(state.base[row])
-
-
-@kernel
-def take_counts(state: State, models: Any, from_minute: int, until_minute: int, out: Any) -> None:
-    """Rows of `models` in minutes [from_minute, until_minute) into out[len(models)]."""
-    for r in range(len(models)):
-        row = models[r] + 1
-        out[r] = max(0, _rows_before(state, row, until_minute) - _rows_before(state, row, from_minute))
-
-
-@kernel
-def move_lists(state: State, rows: Any, room: Any, used: int) -> int:
-    """Move minute lists to the pool's end, with new room each; the pool's end afterwards."""
-    for x in range(len(rows)):
-        row = rows[x]
-        s, n = state.start[row], state.length[row]
-        state.pool_minute[used : used + n] = state.pool_minute[s : s + n]
-        state.pool_cum[used : used + n] = state.pool_cum[s : s + n]
-        state.start[row] = used
-        state.room[row] = room[x]
-        used += room[x]
-    return used
-
-
-@kernel
-def copy_lists(state: State, fresh: State, room: Any) -> None:
-    """Copy all minute lists into the pool of `fresh`, one after the other, with new room each."""
-    used = 0
-    for row in range(len(state.start)):
-        s, n = state.start[row], state.length[row]
-        fresh.pool_minute[used : used + n] = state.pool_minute[s : s + n]
-        fresh.pool_cum[used : used + n] = state.pool_cum[s : s + n]
-        fresh.start[row] = used
-        fresh.room[row] = room[row]
-        used += room[row]

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefetcher.core import features as _f
-from prefetcher.core.features import FEATURE_NAMES, GAP_BINS, LAG_MINUTES, TAUS_S, State
+from prefetcher.core import minute_lists as _lists
+from prefetcher.core.traffic_state import FEATURE_NAMES, GAP_BINS, LAG_MINUTES, TAUS_S, State
 
 __all__ = ["FEATURE_NAMES", "TAUS_S", "Block", "Traffic"]
 
@@ -132,7 +133,7 @@ class Traffic:
 
     @property
     def dropped_rows(self) -> int:
-        """Rows that came more than `features.LATE_S` late and were not counted."""
+        """Rows that came more than `traffic_state.LATE_S` late and were not counted."""
         return int(self._state.counters[2])
 
     @property
@@ -167,7 +168,7 @@ class Traffic:
         """Take in rows in time order: `ts` seconds, `model` numbers, `user` numbers below 2^63 (−1 unknown), `count`
         arrivals a row.
 
-        A row up to `features.LATE_S` older than the newest one counts as if it came with its model's last row; an
+        A row up to `traffic_state.LATE_S` older than the newest one counts as if it came with its model's last row; an
         older one is dropped and counted.
         """
         times = np.asarray(ts, dtype=np.float64).reshape(-1)
@@ -253,7 +254,7 @@ class Traffic:
         """
         which = self._which(models)
         out = np.empty(len(which), np.int64)
-        _f.take_counts(self._state, which, int(from_s // 60.0), int(until_s // 60.0), out)
+        _lists.take_counts(self._state, which, int(from_s // 60.0), int(until_s // 60.0), out)
         return out
 
     def snapshot(self) -> dict[str, np.ndarray]:
@@ -339,7 +340,7 @@ class Traffic:
         if self._used + room.sum() > len(s.pool_minute):
             self._compact(need)
             return
-        self._used = int(_f.move_lists(s, moved, room, self._used))
+        self._used = int(_lists.move_lists(s, moved, room, self._used))
 
     def _compact(self, need: npt.NDArray[np.int64]) -> None:
         """A new pool, without the holes that moved lists left, with room for every list to grow by half and for later
@@ -352,6 +353,6 @@ class Traffic:
         fresh = s._replace(
             pool_minute=np.zeros(size, np.int32), pool_cum=np.zeros(size, np.int64), start=s.start.copy()
         )
-        _f.copy_lists(s, fresh, room)
+        _lists.copy_lists(s, fresh, room)
         self._state = fresh
         self._used = total
