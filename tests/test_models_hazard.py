@@ -335,3 +335,12 @@ def test_damaged_and_foreign_artifacts_are_refused(tmp_path: Path, replayed) -> 
         load_hazard(path)
     with pytest.raises(PredictorError, match="can't be read"):
         load_hazard(tmp_path / "absent.json")
+
+
+def test_a_stream_refuses_rows_that_are_not_its_own() -> None:
+    stream = HazardStream(2, START_S)
+    one = np.array([START_S + 10.0])
+    for ts, model in ((one - 20.0, 0), (one + 100.0, 0), (one, 2)):
+        with pytest.raises(ValueError, match="rows from"):
+            stream.advance(ts, np.array([model]), None, None, START_S + 60.0)
+    assert stream.advance(one, np.array([1]), None, None, START_S + 60.0).p_ticks.shape == (1, 2, 4)

@@ -66,10 +66,16 @@ class HazardStream:
         count: npt.NDArray[np.int64] | None,
         until_s: float,
     ) -> ScoredBlock:
-        """Take in the rows of [where the last block ended, until_s), sorted by time, and score them and the ticks in
-        it.
+        """Take in the rows of [the last block's end, until_s), sorted by time, and score them and the ticks in it.
+
+        Raises `ValueError` for rows outside of it, or of models that the stream was not made for.
         """
         from_s, n = self._at_s, self.traffic.n_models
+        if len(ts) and not (from_s <= ts[0] and ts[-1] < until_s and model.max() < n):
+            raise ValueError(
+                f"rows from {ts[0]} to {ts[-1]} of models up to {model.max()}, expected them in [{from_s}, {until_s}) "
+                f"and below {n}"
+            )
         last = self._tick + max(0, int(np.ceil((until_s - self._tick_time(self._tick)) / self._tick_s)))
         while self._tick_time(last) < until_s:
             last += 1

@@ -313,7 +313,7 @@ class Traffic:
         return which
 
     def _grow(self, n: int) -> None:
-        """Room for model numbers below n; at least doubled, so that growing costs little a model."""
+        """Room for model numbers below n."""
         have = self.n_models
         if n <= have:
             return
