@@ -214,6 +214,14 @@ def test_tables_are_bounded_and_keep_what_is_frequent() -> None:
     assert (taken["user_w"][tuple(place)] <= 500.0).all()
 
 
+@pytest.mark.parametrize("stride", [1, 1024, 2**40])
+def test_users_are_kept_however_they_are_numbered(stride: int) -> None:
+    users = np.arange(2000) * stride
+    traffic = Traffic()
+    traffic.add(START_S + np.arange(2000.0), np.zeros(2000, int), users)
+    assert np.isin(users, traffic.snapshot()["user_id"]).mean() > 0.98
+
+
 def test_late_rows_count_with_their_models_last_row_and_too_late_ones_not_at_all() -> None:
     late, moved = Traffic(), Traffic()
     late.add([START_S, START_S + 500.0, START_S + 490.0, START_S + 600.0], [0, 1, 1, 0])

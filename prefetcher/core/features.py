@@ -157,8 +157,8 @@ def _count_minute(
 @kernel
 def _take_user(state: State, user: int, m: int, t: float) -> None:
     buckets, ways = state.user_id.shape
-    mixed = user ^ (user >> 29)
-    b = int((mixed * 2654435761) & (buckets - 1)) if buckets > 1 else 0
+    # Fibonacci hashing (Knuth): numbers in a row, and numbers that differ only in their high bits, spread evenly
+    b = int((((user ^ (user >> 29)) * 2654435761) >> 22) & (buckets - 1))
     w = _oldest_or_same(state.user_id[b], state.user_s[b], user)
     if state.user_id[b, w] != user:
         state.user_id[b, w] = user
