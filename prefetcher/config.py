@@ -34,8 +34,8 @@ __all__ = [
 PREFIX = "PREFETCHER_"
 #: Variables that begin with the prefix and are no settings of `prefetcher up`: what clients, tests and benchmarks read.
 _NOT_SETTINGS = re.compile(r"PREFETCHER_(TEST_\w+|TRACES|SOCKET|URL|BENCH_\w+|DEMO_\w+)$")
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    prefix + suffix: int(base**power)
     for base, suffix in ((1000, "B"), (1024, "IB"), (1000, ""))
     for power, prefix in enumerate("KMGTP", start=1)
 }
@@ -64,66 +64,93 @@ class _Group(BaseModel):
 class NodeSettings(_Group):
     """This node: its weights, its memory, its link."""
 
-    name: str = Field("node-0", min_length=1, max_length=128, pattern=r"^[\w.-]+$", description="the node's name in plans and logs")
-    models_dir: Path = Field(Path("models-store"), description="the folder of models, one folder of safetensors files each")
-    host_bytes: Bytes = Field(8_000_000_000, gt=0, description="host memory for weights")
-    host_dir: Path | None = Field(None, description="a tmpfs folder for the host tier; without it one is chosen")
-    lock: Literal["auto", "require", "off"] = Field("auto", description="lock the host tier in memory")
-    link_bytes_per_s: Bytes = Field(3_500_000_000, gt=0, description="disk to host memory, before anything was measured")
-    socket: Path | None = Field(None, description="where programs ask for leases; without it, the client's own default")
-    load_threads: int = Field(4, ge=1, le=64, description="threads that read one model")
+    name: str = Field(
+        default="node-0",
+        min_length=1,
+        max_length=128,
+        pattern=r"^[\w.-]+$",
+        description="the node's name in plans and logs",
+    )
+    models_dir: Path = Field(
+        default=Path("models-store"), description="the folder of models, one folder of safetensors files each"
+    )
+    host_bytes: Bytes = Field(default=8_000_000_000, gt=0, description="host memory for weights")
+    host_dir: Path | None = Field(
+        default=None, description="a tmpfs folder for the host tier; without it one is chosen"
+    )
+    lock: Literal["auto", "require", "off"] = Field(default="auto", description="lock the host tier in memory")
+    link_bytes_per_s: Bytes = Field(
+        default=3_500_000_000, gt=0, description="disk to host memory, before anything was measured"
+    )
+    socket: Path | None = Field(
+        default=None, description="where programs ask for leases; without it, the client's own default"
+    )
+    load_threads: int = Field(default=4, ge=1, le=64, description="threads that read one model")
 
 
 class DecisionSettings(_Group):
     """What is worth it, how often that is asked, and whether anything is done about it."""
 
-    price: float = Field(0.002, ge=0, description="seconds of waiting that one GB held for one hour is worth")
-    tick_s: float = Field(60.0, gt=0, description="seconds between plans")
-    hold_s: float = Field(600.0, gt=0, description="how long a prefetch may stay unused")
-    observe: bool = Field(False, description="decide and log, load nothing")
-    control_ratio: float = Field(0.03, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch")
-    refit_s: float = Field(21_600.0, gt=0, description="seconds between fits of the hazard predictor")
-    seed: int = Field(0, ge=0, description="seed of the control group and of fits")
+    price: float = Field(default=0.002, ge=0, description="seconds of waiting that one GB held for one hour is worth")
+    tick_s: float = Field(default=60.0, gt=0, description="seconds between plans")
+    hold_s: float = Field(default=600.0, gt=0, description="how long a prefetch may stay unused")
+    observe: bool = Field(default=False, description="decide and log, load nothing")
+    control_ratio: float = Field(
+        default=0.03, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch"
+    )
+    refit_s: float = Field(default=21_600.0, gt=0, description="seconds between fits of the hazard predictor")
+    seed: int = Field(default=0, ge=0, description="seed of the control group and of fits")
 
 
 class ApiSettings(_Group):
     """The HTTP endpoint."""
 
-    host: str = Field("127.0.0.1", description="address to bind")
-    port: int = Field(8371, ge=0, le=65535, description="port to bind; 0 takes a free one")
-    body_limit_bytes: Bytes = Field(4_000_000, gt=0, description="largest request body")
+    host: str = Field(default="127.0.0.1", description="address to bind")
+    port: int = Field(default=8371, ge=0, le=65535, description="port to bind; 0 takes a free one")
+    body_limit_bytes: Bytes = Field(default=4_000_000, gt=0, description="largest request body")
 
 
 class StateSettings(_Group):
     """Where what was learned is kept."""
 
-    dir: Path = Field(Path("~/.local/state/prefetcher"), description="folder of the embedded server and of the request log")
-    url: str | None = Field(None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0")
-    snapshot_s: float = Field(30.0, gt=0, description="seconds between snapshots of what was learned")
+    dir: Path = Field(
+        default=Path("~/.local/state/prefetcher"), description="folder of the embedded server and of the request log"
+    )
+    url: str | None = Field(
+        default=None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0"
+    )
+    snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of what was learned")
 
 
 class StreamSettings(_Group):
     """Where requests come from, beside the HTTP endpoint."""
 
-    follow: Path | None = Field(None, description="a JSONL or CSV log to follow")
-    map: str | None = Field(None, description="field map of the followed log: a shipped map's name, or ts=startTime,model=request.model")
-    tz: str = Field("UTC", description="time zone of times without one")
-    segment_bytes: Bytes = Field(64_000_000, ge=1_000, description="size of one file of the request log")
-    keep_segments: int = Field(16, ge=1, description="read files of the request log that are kept")
+    follow: Path | None = Field(default=None, description="a JSONL or CSV log to follow")
+    map: str | None = Field(
+        default=None,
+        description="field map of the followed log: a shipped map's name, or ts=startTime,model=request.model",
+    )
+    tz: str = Field(default="UTC", description="time zone of times without one")
+    segment_bytes: Bytes = Field(default=64_000_000, ge=1_000, description="size of one file of the request log")
+    keep_segments: int = Field(default=16, ge=1, description="read files of the request log that are kept")
 
 
 class LogSettings(_Group):
     """Logs."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level that is written")
-    format: Literal["auto", "human", "json"] = Field("auto", description="auto: human in a terminal, else JSON")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="least severe level that is written"
+    )
+    format: Literal["auto", "human", "json"] = Field(default="auto", description="auto: human in a terminal, else JSON")
 
 
 class ClockSettings(_Group):
     """The clock of demonstrations: a day in minutes."""
 
-    speed: float = Field(1.0, gt=0, description="how many times as fast as the machine's clock")
-    origin_s: float | None = Field(None, description="the time at the start, seconds since 1970 UTC; needed when speed is not 1")
+    speed: float = Field(default=1.0, gt=0, description="how many times as fast as the machine's clock")
+    origin_s: float | None = Field(
+        default=None, description="the time at the start, seconds since 1970 UTC; needed when speed is not 1"
+    )
 
 
 class Settings(BaseSettings):
@@ -171,7 +198,8 @@ def load_settings(overrides: Mapping[str, Mapping[str, Any]] | None = None) -> S
         for group, values in (overrides or {}).items()
     }
     try:
-        return Settings(**{group: values for group, values in given.items() if values})
+        groups: dict[str, Any] = {group: values for group, values in given.items() if values}
+        return Settings(**groups)
     except ValidationError as exc:
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

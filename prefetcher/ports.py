@@ -13,7 +13,16 @@ from typing import Protocol
 from prefetcher.clock import Clock
 from prefetcher.core.types import RequestSeen, WeightsKey
 
-__all__ = ["BadRecord", "Clock", "Engine", "RequestBatch", "RequestStream", "StateStore", "WeightsCatalog", "WeightsEntry"]
+__all__ = [
+    "BadRecord",
+    "Clock",
+    "Engine",
+    "RequestBatch",
+    "RequestStream",
+    "StateStore",
+    "WeightsCatalog",
+    "WeightsEntry",
+]
 
 
 @dataclass(frozen=True, slots=True)

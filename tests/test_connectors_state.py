@@ -30,9 +30,7 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(params=["server", "memory"])
 def store(request: pytest.FixtureRequest) -> Iterator[StateStore]:
-    made: StateStore = (
-        RedisState(request.getfixturevalue("server_url")) if request.param == "server" else MemoryState()
-    )
+    made: StateStore = RedisState(request.getfixturevalue("server_url")) if request.param == "server" else MemoryState()
     yield made
     made.delete([f"t:{{t}}:{name}" for name in ("a", "b", "fence", "n", "list")])
     made.close()

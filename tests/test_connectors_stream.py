@@ -22,7 +22,9 @@ def request_at(ts: float, model: str = "llama") -> RequestSeen:
 
 @pytest.fixture(params=["files", "memory"])
 def stream(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RequestStream]:
-    made: RequestStream = FileStream(tmp_path / "log", segment_bytes=1000) if request.param == "files" else MemoryStream()
+    made: RequestStream = (
+        FileStream(tmp_path / "log", segment_bytes=1000) if request.param == "files" else MemoryStream()
+    )
     yield made
     made.close()
 
@@ -61,11 +63,17 @@ def test_keeps_the_last_mark(stream: RequestStream) -> None:
 
 
 @given(
-    ts=st.floats(0, 4e9), model=st.text(min_size=1), count=st.integers(1, 1000), user=st.none() | st.text(), node=st.none() | st.text()
+    ts=st.floats(0, 4e9),
+    model=st.text(min_size=1),
+    count=st.integers(1, 1000),
+    user=st.none() | st.text(),
+    node=st.none() | st.text(),
 )
 @settings(max_examples=50, deadline=None)
 def test_records_survive_the_file(ts: float, model: str, count: int, user: str | None, node: str | None) -> None:
-    row = RequestSeen(ts, ModelName(model), count, user, None if node is None else NodeName(node), ModelVersion("v2"), "id-1")
+    row = RequestSeen(
+        ts, ModelName(model), count, user, None if node is None else NodeName(node), ModelVersion("v2"), "id-1"
+    )
     line = encode_record(row, "mark")
     assert b"\n" not in line
     assert decode_record(line) == row
@@ -97,7 +105,9 @@ def test_a_torn_last_line_is_cut_off_and_marks_survive(tmp_path: Path, reopen: C
 def test_a_line_that_is_no_record_is_named_and_skipped(tmp_path: Path, reopen: Callable[[], FileStream]) -> None:
     folder = tmp_path / "log"
     folder.mkdir()
-    (folder / f"{0:020d}.jsonl").write_bytes(b'{"ts":1.0,"model":"a"}\nnonsense\n{"ts":"x","model":"b"}\n{"ts":2.0,"model":"c"}\n')
+    (folder / f"{0:020d}.jsonl").write_bytes(
+        b'{"ts":1.0,"model":"a"}\nnonsense\n{"ts":"x","model":"b"}\n{"ts":2.0,"model":"c"}\n'
+    )
     stream = reopen()
     batch = stream.read(0, 10)
     assert [row.model for row in batch.requests] == ["a", "c"]

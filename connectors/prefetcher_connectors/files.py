@@ -43,7 +43,14 @@ def encode_record(request: RequestSeen, mark: str | None = None) -> bytes:
     """One line without its end."""
     return _encode(
         _Record(
-            request.ts, request.model, request.count, request.user, request.node, request.version, request.request_id, mark
+            request.ts,
+            request.model,
+            request.count,
+            request.user,
+            request.node,
+            request.version,
+            request.request_id,
+            mark,
         )
     )
 

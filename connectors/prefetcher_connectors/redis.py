@@ -58,7 +58,9 @@ class RedisState:
                 retry=Retry(ExponentialBackoff(cap=0.5, base=0.02), 3),
             )
         except ValueError as exc:
-            raise UnavailableError(f"{url!r} is no address of a state server ({exc}); write redis://host:port/0") from exc
+            raise UnavailableError(
+                f"{url!r} is no address of a state server ({exc}); write redis://host:port/0"
+            ) from exc
         self._fenced = self._redis.register_script(_FENCED)
         with self._answering():
             self._redis.ping()
@@ -95,7 +97,7 @@ class RedisState:
 
     def next_number(self, key: str) -> int:
         with self._answering():
-            return int(cast(int, self._redis.incr(key)))
+            return int(self._redis.incr(key))
 
     def append(self, key: str, items: Sequence[bytes], keep: int) -> None:
         if not items:
@@ -181,7 +183,12 @@ class EmbeddedServer:
         # fmt: on
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, preexec_fn=_end_with_parent(), cwd=self._folder
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                preexec_fn=_end_with_parent(),
+                cwd=self._folder,
             )
         client = redis.Redis(unix_socket_path=str(self._socket), retry=Retry(ExponentialBackoff(), 0))
         deadline_s = self._clock.steady_s() + timeout_s

@@ -1,0 +1,93 @@
+"""What the HTTP endpoint reads and writes, as schemas with examples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen
+
+__all__ = ["AcceptedAnswer", "ActAnswer", "Problem", "RequestRecord", "StatusAnswer"]
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+#: 2000-01-01: an earlier time is a unit that was mistaken.
+_EARLIEST_S = 946_684_800.0
+
+
+class RequestRecord(BaseModel):
+    """One request that a gateway saw."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [{"model": "llama-8b", "ts": 1767225600.25, "user": "u-17", "request_id": "5f1c"}]
+        },
+    )
+
+    model: Name = Field(description="the served model's name")
+    ts: float | None = Field(
+        default=None, ge=_EARLIEST_S, allow_inf_nan=False, description="seconds since 1970 UTC; now where absent"
+    )
+    count: int = Field(
+        default=1, ge=1, le=1_000_000_000, description="arrivals that the row stands for; a feature only"
+    )
+    user: Name | None = Field(default=None, description="who asked, as any stable string")
+    node: Name | None = Field(default=None, description="the node that served it")
+    version: Name | None = Field(default=None, description="the version of the model")
+    request_id: Name | None = Field(default=None, description="a repeated id is counted once")
+
+    def to_request(self, now_s: float) -> RequestSeen:
+        return RequestSeen(
+            ts=now_s if self.ts is None else self.ts,
+            model=ModelName(self.model),
+            count=self.count,
+            user=self.user,
+            node=None if self.node is None else NodeName(self.node),
+            version=None if self.version is None else ModelVersion(self.version),
+            request_id=self.request_id,
+        )
+
+
+class AcceptedAnswer(BaseModel):
+    """Rows are durable and will be learned from."""
+
+    accepted: int = Field(examples=[1])
+
+
+class ActAnswer(BaseModel):
+    """What came of an act by hand."""
+
+    model: str = Field(examples=["llama-8b"])
+    act: str = Field(examples=["pin"])
+    ok: bool
+    reason: str = Field(examples=["loading"])
+
+
+class FieldProblem(BaseModel):
+    """One field that was refused."""
+
+    field: str = Field(examples=["[3].ts"])
+    reason: str = Field(examples=["Input should be a valid number"])
+
+
+class Problem(BaseModel):
+    """Problem details (RFC 9457)."""
+
+    type: str = Field(examples=["about:blank"])
+    title: str = Field(examples=["Bad Request"])
+    status: int = Field(examples=[400])
+    detail: str = Field(examples=["1 of 4 records was refused; nothing was taken in"])
+    errors: list[FieldProblem] = Field(default_factory=list)
+
+
+class StatusAnswer(BaseModel):
+    """The node's report, what prefetches earned and wasted, and the last orders."""
+
+    node: dict[str, Any]
+    totals: dict[str, Any]
+    orders: list[dict[str, Any]]
+    prefetching: bool
+    observe: bool
+    now_s: float
+    problems: list[str]

@@ -1,0 +1,306 @@
+"""The controller: takes the stream in, keeps what was learned, writes every node's plan, and remembers all of it across a crash.
+
+Runs in one thread of its own (`run`); `wake` may be called from any. A step takes in what is new, plans when a tick is due or something
+happened that can't wait for it, and now and then writes a snapshot together with the position that it stands for. Everything that it needs
+of the outside comes in through ports.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from prefetcher.clock import Clock
+from prefetcher.controller import records
+from prefetcher.controller.learner import Learner, Refit
+from prefetcher.controller.planning import Given, PastOrder, Planned, make_plan
+from prefetcher.core.types import Arm, DecisionId, NodeName, Order, RequestSeen
+from prefetcher.errors import PredictorError, UnavailableError
+from prefetcher.ports import RequestStream, StateStore
+from prefetcher.telemetry.logs import log
+from prefetcher.telemetry.metrics import Metrics
+
+__all__ = ["Controller", "ControllerOptions"]
+
+#: Rows taken in one step: some 50 ms of work, so that stopping and planning never wait long behind a backlog.
+_ROWS_A_STEP = 2_000
+#: A row older than this is history: learned from, but nobody waits for it.
+_FRESH_S = 30.0
+#: Longest wait between looks at the stream, for rows that came without a wake.
+_IDLE_S = 0.5
+#: Back-off while the state store is away.
+_AWAY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerOptions:
+    """How a controller decides; names as in `config.DecisionSettings`."""
+
+    nodes: tuple[NodeName, ...]
+    price_s_per_gb_h: float
+    tick_s: float
+    hold_s: float
+    snapshot_s: float
+    refit_s: float
+
+
+class Controller:
+    """One controller over `options.nodes`.
+
+    `arm_of(node, now_s)` says which side of the experiment a node is on; `on_rows` hears of fresh rows before they are learned from, and
+    `on_plan` of every plan written, both in the controller's thread.
+    """
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        state: StateStore,
+        learner: Learner,
+        clock: Clock,
+        metrics: Metrics,
+        options: ControllerOptions,
+        arm_of: Callable[[NodeName, float], Arm],
+        on_rows: Callable[[Sequence[RequestSeen]], None] = lambda rows: None,
+        on_plan: Callable[[NodeName], None] = lambda node: None,
+        on_orders: Callable[[Sequence[Order], bool], None] = lambda orders, withheld: None,
+    ) -> None:
+        self._stream = stream
+        self._state = state
+        self._learner = learner
+        self._clock = clock
+        self._metrics = metrics
+        self._options = options
+        self._arm_of = arm_of
+        self._on_rows = on_rows
+        self._on_plan = on_plan
+        self._on_orders = on_orders
+        self._wake = threading.Event()
+        self._wanted: set[str] = set()
+        self._past: dict[NodeName, dict[str, PastOrder]] = {node: {} for node in options.nodes}
+        self._next_tick_s = -np.inf
+        self._next_snapshot_s = -np.inf
+        self._next_refit_s = -np.inf
+        self._saved_position = -1
+        self._refit: Refit | None = None
+        self._counted: dict[tuple[str, str], int] = {}
+        self.fence = 0
+        self.deposed = False
+        self.alive_s = -np.inf
+        self._revision = 0
+
+    def start(self) -> None:
+        """Becomes the leader and takes over what was learned; the stream is then read from there.
+
+        Raises:
+            UnavailableError: the state store does not answer.
+        """
+        self.fence = self._state.next_number(records.EPOCH)
+        raw = self._state.read(records.LEARNED)
+        if raw is not None:
+            try:
+                self._learner.restore(raw)
+                log().info("learned_restored", position=self._learner.position, rows=self._learner.traffic.rows)
+            except ValueError as exc:
+                log().error("snapshot_unreadable", reason=str(exc), then="learning again from the request log")
+        self._saved_position = self._learner.position
+        now_s = self._clock.now_s()
+        self._next_snapshot_s = now_s + self._options.snapshot_s
+        self._next_refit_s = now_s
+
+    def wake(self, reason: str = "") -> None:
+        """Something is new in the stream; with a `reason`, plan as soon as it is taken in."""
+        if reason:
+            self._wanted.add(reason)
+        self._wake.set()
+
+    def run(self, stop: threading.Event) -> None:
+        """Steps until `stop`, then saves. An error of the state store is waited out."""
+        away = False
+        while not stop.is_set() and not self.deposed:
+            try:
+                more = self.step()
+                away = False
+            except UnavailableError as exc:
+                if not away:
+                    log().warning("state_away", reason=str(exc))
+                away, more = True, False
+                self._clock.wait(stop, _AWAY_S)
+            if not more:
+                due_s = self._next_tick_s - self._clock.now_s()
+                self._clock.wait(self._wake, max(0.0, min(due_s, _IDLE_S)))
+            self._wake.clear()
+        try:
+            self.save()
+        except UnavailableError as exc:
+            log().error(
+                "snapshot_not_saved",
+                reason=str(exc),
+                then="the rows since the last one are learned again at the next start",
+            )
+        if self._refit is not None:
+            self._refit.done.wait(2.0)
+
+    def step(self) -> bool:
+        """Takes in what is new and does what is due; whether more rows wait."""
+        self.alive_s = self._clock.steady_s()
+        wanted = {"tick"} if self._clock.now_s() >= self._next_tick_s else set()
+        while self._wanted:
+            wanted.add(self._wanted.pop())
+        batch = self._stream.read(self._learner.position, _ROWS_A_STEP)
+        for bad in batch.bad:
+            self._metrics.bad_requests.labels(source="log", reason="unreadable").inc()
+            log().warning("record_skipped", position=bad.position, reason=bad.reason)
+        now_s = self._clock.now_s()
+        fresh = [row for row in batch.requests if now_s - row.ts <= _FRESH_S]
+        if fresh:
+            self._on_rows(fresh)
+        more = len(batch.requests) + len(batch.bad) >= _ROWS_A_STEP
+        tick = "tick" in wanted and not more
+        if batch.next_position != self._learner.position or tick:
+            taken = self._learner.take(batch.requests, batch.next_position, now_s if tick else None)
+            if taken.repeated:
+                self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
+            if taken.started and fresh:
+                wanted.add("started")
+        self._metrics.lag.set(self._stream.end() - self._learner.position)
+        if more:
+            self._wanted |= wanted - {"tick"}
+            return True
+        if tick:
+            self._next_tick_s = (now_s // self._options.tick_s + 1.0) * self._options.tick_s
+        if wanted:
+            for node in self._options.nodes:
+                self.plan(node, "tick" if "tick" in wanted else sorted(wanted)[0])
+        self._look_after_fit(now_s)
+        if now_s >= self._next_snapshot_s:
+            self.save()
+        self._count_fallbacks()
+        return False
+
+    def plan(self, node: NodeName, trigger: str) -> Planned | None:
+        """Makes and writes one node's plan; None while the node reports nothing, or when another controller leads."""
+        started_s = self._clock.steady_s()
+        raw, switch_raw, pins_raw = self._state.read_many(
+            [records.node_key(node, "report"), records.SWITCH, records.PINS]
+        )
+        if raw is None:
+            self._metrics.skipped.labels(what="plan", reason="node_silent").inc()
+            return None
+        report = records.decode_report(raw)
+        switch = msgspec.json.decode(switch_raw, type=records.Switch) if switch_raw else records.Switch()
+        pins = msgspec.json.decode(pins_raw, type=list[str]) if pins_raw else []
+        now_s = self._clock.now_s()
+        past = self._past[node]
+        self._close_past(past, report, now_s)
+        self._revision += 1
+        given = Given(
+            now_s=now_s,
+            revision=self._revision,
+            fence=self.fence,
+            price_s_per_gb_h=self._options.price_s_per_gb_h,
+            hold_s=self._options.hold_s,
+            tick_s=self._options.tick_s,
+            arm=self._arm_of(node, now_s),
+            prefetching=switch.on,
+            pinned=frozenset(pins),
+            past=past,
+            last_row_s=self._learner.last_row_s,
+            new_id=lambda: DecisionId(uuid.uuid4().hex[:16]),
+        )
+        next_use = self._learner.next_use(now_s, [known.model for known in report.known])
+        planned = make_plan(report, next_use, given)
+        items = {records.node_key(node, "plan"): records.encode(planned.plan)}
+        if not self._state.write_fenced(records.node_key(node, "fence"), self.fence, items):
+            self.deposed = True
+            log().error("controller_deposed", fence=self.fence, reason="another controller leads")
+            return None
+        for order, score in planned.new:
+            past[str(order.key.model)] = PastOrder(order, score)
+            log().info(
+                "prefetch_ordered",
+                decision_id=order.decision_id,
+                model=order.key.model,
+                node=node,
+                cause=order.cause.value,
+                arm=order.arm.value,
+                expected_use_s=round(order.expected_use_s - now_s, 1),
+                observe=report.observe,
+            )
+        self._count_plan(planned, trigger, self._clock.steady_s() - started_s)
+        self._on_orders([order for order, _ in planned.new], False)
+        self._on_orders(planned.withheld, True)
+        self._on_plan(node)
+        return planned
+
+    def _close_past(self, past: dict[str, PastOrder], report: records.NodeReport, now_s: float) -> None:
+        """An order is over once the node applied its plan and neither holds nor moves its weights, or its time is up."""
+        held = {h.decision_id for h in report.held}
+        for model, entry in past.items():
+            if entry.ended or entry.order.decision_id in held:
+                continue
+            used = self._learner.last_row_s(model) >= entry.order.issued_s
+            known = any(h.model == model for h in report.held)
+            if used or known or now_s >= entry.order.deadline_s:
+                entry.ended = True
+        for model in [m for m, e in past.items() if e.ended and now_s - e.order.issued_s > 86_400.0]:
+            del past[model]
+
+    def order_ended(self, node: NodeName, decision_id: str) -> None:
+        """An agent says that an order is over. Any thread."""
+        for entry in list(self._past.get(node, {}).values()):
+            if entry.order.decision_id == decision_id:
+                entry.ended = True
+
+    def _count_plan(self, planned: Planned, trigger: str, took_s: float) -> None:
+        self._metrics.plans.labels(trigger=trigger).inc()
+        self._metrics.plan_time.observe(took_s)
+        for order in [order for order, _ in planned.new] + list(planned.withheld):
+            self._metrics.orders.labels(cause=order.cause.value, arm=order.arm.value).inc()
+        for reason, count in planned.skipped.items():
+            self._metrics.skipped.labels(what="prefetch", reason=reason).inc(count)
+
+    def _count_fallbacks(self) -> None:
+        for key, count in self._learner.fallbacks.items():
+            new = count - self._counted.get(key, 0)
+            if new:
+                self._metrics.fallbacks.labels(predictor=key[0], reason=key[1]).inc(new)
+                self._counted[key] = count
+
+    def _look_after_fit(self, now_s: float) -> None:
+        if self._refit is not None:
+            if not self._refit.done.is_set():
+                return
+            taken = self._learner.finish_refit(self._refit)
+            log().info("predictor_fitted", predictor=self._refit.predictor.name, taken=taken)
+            self._refit = None
+        if now_s < self._next_refit_s:
+            return
+        # Early on there is more to gain: a fit each time the history has doubled, at least every `refit_s`.
+        age_s = max(0.0, now_s - self._learner.traffic.origin_s) if self._learner.traffic.rows else 0.0
+        self._next_refit_s = now_s + min(self._options.refit_s, max(age_s, 2.0 * self._options.tick_s))
+        if age_s <= 0.0:
+            return
+        try:
+            self._refit = self._learner.start_refit(now_s)
+        except PredictorError as exc:
+            log().warning("fit_not_started", reason=str(exc))
+            return
+        if self._refit is not None:
+            threading.Thread(target=self._refit.run, name="fit", daemon=True).start()
+
+    def save(self) -> None:
+        """Writes a snapshot of what was learned, with its position, unless another controller leads or nothing is new."""
+        self._next_snapshot_s = self._clock.now_s() + self._options.snapshot_s
+        if self._learner.position == self._saved_position or self.deposed:
+            return
+        if self._state.write_fenced(records.FENCE, self.fence, {records.LEARNED: self._learner.snapshot()}):
+            self._saved_position = self._learner.position
+            self._metrics.snapshots.inc()
+            self._stream.drop_before(self._saved_position)
+        else:
+            self.deposed = True

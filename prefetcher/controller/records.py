@@ -1,0 +1,185 @@
+"""What controllers, agents and endpoints know of each other: every key of the state store, and the records under them.
+
+| key | what | who writes | ends |
+| --- | --- | --- | --- |
+| `prefetcher:{controller}:epoch` | counter of leaderships; the number is the leader's fence | a controller at its start | never |
+| `prefetcher:{controller}:fence` | fence of whoever wrote last; a lower one is refused | controller | never |
+| `prefetcher:{controller}:learned` | position in the stream and everything learned up to it, as safetensors | controller | never |
+| `prefetcher:{controller}:switch` | `Switch`: prefetching on or off | endpoint | never |
+| `prefetcher:{controller}:pins` | JSON list of model names that are pinned on every node | endpoint | never |
+| `prefetcher:{node/N}:fence` | fence of the plan below | controller | never |
+| `prefetcher:{node/N}:plan` | `core.types.Plan` of node N | controller | never |
+| `prefetcher:{node/N}:report` | `NodeReport` of node N | agent | after `REPORT_EXPIRES_S` |
+| `prefetcher:{node/N}:totals` | `core.ledger` totals of node N, JSON | agent | never |
+| `prefetcher:{node/N}:orders` | list of `OrderRecord`, the last `ORDERS_KEPT` | agent | by count |
+
+The braces are hash tags: keys that are written together lie in one slot of a cluster. Records are JSON but for `learned`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from prefetcher.core.types import NodeName, Plan
+
+__all__ = [
+    "ORDERS_KEPT",
+    "REPORT_EXPIRES_S",
+    "HeldWeights",
+    "KnownWeights",
+    "Memory",
+    "NodeReport",
+    "OrderRecord",
+    "Switch",
+    "decode_plan",
+    "decode_report",
+    "encode",
+    "pack_arrays",
+    "unpack_arrays",
+]
+
+EPOCH = "prefetcher:{controller}:epoch"
+FENCE = "prefetcher:{controller}:fence"
+LEARNED = "prefetcher:{controller}:learned"
+SWITCH = "prefetcher:{controller}:switch"
+PINS = "prefetcher:{controller}:pins"
+
+#: An agent reports every second; three missed reports and it counts as gone.
+REPORT_EXPIRES_S = 5.0
+#: A week of one order a minute.
+ORDERS_KEPT = 10_000
+
+
+def node_key(node: NodeName, what: str) -> str:
+    """The key of `what` (plan, fence, report, totals, orders) of a node."""
+    return f"prefetcher:{{node/{node}}}:{what}"
+
+
+class Switch(msgspec.Struct, frozen=True):
+    """Whether prefetching is on, since when, and by whom."""
+
+    on: bool = True
+    since_s: float = 0.0
+    by: str = ""
+
+
+class KnownWeights(msgspec.Struct, frozen=True):
+    """Weights below the host tier: `load_s` is the measured time to load, or the link's where nothing was measured."""
+
+    model: str
+    version: str
+    bytes: int
+    load_s: float
+
+
+class HeldWeights(msgspec.Struct, frozen=True):
+    """Weights in memory or on their way: `state` as the residency machine calls it."""
+
+    model: str
+    version: str
+    tier: str
+    state: str
+    bytes: int
+    bytes_done: int = 0
+    cause: str = ""
+    decision_id: str = ""
+    since_s: float = 0.0
+    last_use_s: float | None = None
+    leases: int = 0
+    pinned: bool = False
+    contributions: tuple[tuple[str, float], ...] = ()
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """The host tier's bytes: what may be used, what is taken, how it is backed."""
+
+    budget_bytes: int
+    taken_bytes: int
+    locked: bool = False
+    backing: str = ""
+    warning: str = ""
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """What an agent says about itself. `recent_wait_s` and `waiting_rows` are moving means over loads; `busy_ratio` of the last ten minutes."""
+
+    node: str
+    at_s: float
+    memory: Memory
+    link_bytes_per_s: float
+    recent_wait_s: float = 0.0
+    waiting_rows: float = 0.0
+    busy_ratio: float = 0.0
+    observe: bool = False
+    prefetching: bool = True
+    fence: int = 0
+    revision: int = 0
+    held: tuple[HeldWeights, ...] = ()
+    known: tuple[KnownWeights, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+class OrderRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One prefetch from decision to outcome, as DESIGN's order log has it, with what led to it."""
+
+    decision_id: str
+    node: str
+    model: str
+    version: str
+    tier: str
+    cause: str
+    arm: str
+    issued_s: float
+    begin_s: float | None = None
+    ready_s: float | None = None
+    first_use_s: float | None = None
+    end_s: float | None = None
+    outcome: str = "open"
+    reason: str = ""
+    bytes: int = 0
+    premature: bool | None = None
+    redundant: bool | None = None
+    contributions: tuple[tuple[str, float], ...] = ()
+
+
+def encode(record: Any) -> bytes:
+    """JSON of a record or of a core type."""
+    return msgspec.json.encode(record)
+
+
+_plans = msgspec.json.Decoder(Plan)
+_reports = msgspec.json.Decoder(NodeReport)
+
+
+def decode_plan(raw: bytes) -> Plan:
+    """A plan as `encode` wrote it. Raises ValueError where it is none."""
+    return _plans.decode(raw)
+
+
+def decode_report(raw: bytes) -> NodeReport:
+    """A report as `encode` wrote it. Raises ValueError where it is none."""
+    return _reports.decode(raw)
+
+
+def pack_arrays(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> bytes:
+    """Arrays and JSON facts as one safetensors buffer."""
+    from safetensors.numpy import save
+
+    plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    return save(plain, metadata={"meta": msgspec.json.encode(meta).decode()})
+
+
+def unpack_arrays(raw: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """What `pack_arrays` packed. Raises ValueError where it is something else."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        length = int.from_bytes(raw[:8], "little")
+        header = msgspec.json.decode(raw[8 : 8 + length])
+        return load(raw), msgspec.json.decode(header["__metadata__"]["meta"])
+    except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError) as exc:
+        raise ValueError(f"not a snapshot of what was learned: {exc}") from exc

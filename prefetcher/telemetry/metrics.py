@@ -1,0 +1,86 @@
+"""Every metric of the program, in one place; `docs/http.md` is the reference.
+
+Base units, names ending in `_total`, `_seconds`, `_bytes`; ratios are derived in queries. No label is a request, a user or a model.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+__all__ = ["Metrics"]
+
+#: From a mapped page (1 ms) to a large model over a slow link (10 min).
+_WAIT_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+#: Planning: from a few models to ten thousand.
+_PLAN_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
+class Metrics:
+    """The metrics of one process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "prefetcher_requests_total", "Request rows taken in, by where from.", ["source"], registry=registry
+        )
+        self.bad_requests = Counter(
+            "prefetcher_bad_requests_total", "Request rows refused or skipped.", ["source", "reason"], registry=registry
+        )
+        self.plans = Counter(
+            "prefetcher_plans_total", "Plans written, by what asked for them.", ["trigger"], registry=registry
+        )
+        self.plan_time = Histogram(
+            "prefetcher_plan_seconds", "Time to make and write one plan.", registry=registry, buckets=_PLAN_BUCKETS
+        )
+        self.orders = Counter("prefetcher_orders_total", "Prefetches decided.", ["cause", "arm"], registry=registry)
+        self.skipped = Counter(
+            "prefetcher_skipped_total", "What was not done, and why.", ["what", "reason"], registry=registry
+        )
+        self.outcomes = Counter(
+            "prefetcher_outcomes_total", "What became of prefetches.", ["outcome"], registry=registry
+        )
+        self.loads = Counter("prefetcher_loads_total", "Loads ended.", ["cause", "result"], registry=registry)
+        self.load_time = Histogram(
+            "prefetcher_load_seconds",
+            "Time from the start of a load to weights ready.",
+            registry=registry,
+            buckets=_WAIT_BUCKETS,
+        )
+        self.moved = Counter("prefetcher_moved_bytes_total", "Bytes loaded and verified.", ["cause"], registry=registry)
+        self.opens = Counter(
+            "prefetcher_opens_total",
+            "Programs that asked for weights, by what they found.",
+            ["found"],
+            registry=registry,
+        )
+        self.waits = Histogram(
+            "prefetcher_wait_seconds",
+            "Wait of a request or open until weights were there.",
+            registry=registry,
+            buckets=_WAIT_BUCKETS,
+        )
+        self.host = Gauge("prefetcher_host_bytes", "Host memory for weights, by use.", ["use"], registry=registry)
+        self.idle = Gauge(
+            "prefetcher_idle_byte_seconds", "Bytes held times the time since their last use, so far.", registry=registry
+        )
+        self.wasted = Gauge(
+            "prefetcher_wasted_byte_seconds",
+            "The part of it that belongs to prefetches never used, so far.",
+            registry=registry,
+        )
+        self.fallbacks = Counter(
+            "prefetcher_predictor_fallbacks_total",
+            "Forecasts that a predictor could not make.",
+            ["predictor", "reason"],
+            registry=registry,
+        )
+        self.lag = Gauge(
+            "prefetcher_stream_lag_bytes", "Request log written and not yet learned from.", registry=registry
+        )
+        self.snapshots = Counter("prefetcher_snapshots_total", "Snapshots of what was learned.", registry=registry)
+        self.prefetching = Gauge("prefetcher_prefetching", "1 while prefetching is on.", registry=registry)
+        self.locked = Gauge("prefetcher_host_locked", "1 while the host tier is locked in memory.", registry=registry)
+
+    def text(self) -> bytes:
+        """The exposition, as Prometheus scrapes it."""
+        return generate_latest(self.registry)
