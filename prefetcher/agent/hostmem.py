@@ -1,0 +1,317 @@
+"""The host tier's memory: one exact-length tmpfs file a shard, allocated before it is read, locked, never rewritten.
+
+Covers the byte ledger and the life of copies (begin, publish, read-only descriptors, evict, collect, adopt). Where the files lie and how
+memory is asked for is in `hostfolder`; filling them is `loader`'s work.
+
+A copy's bytes count from `begin` until the kernel has them back: an evicted file is unlinked at once, and its bytes are given back only
+when no other process has it open or mapped. Clients get descriptors of their own, so a write lease on ours (fcntl F_SETLEASE) is granted
+exactly when they are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from prefetcher.agent import hostfolder
+from prefetcher.agent.hostfolder import HostFolder, LockPolicy
+from prefetcher.agent.manifest import BLOCK_BYTES, FileEntry, Manifest, ModelSource, block_digest
+from prefetcher.core.types import ModelName, WeightsKey
+from prefetcher.errors import NoRoomError
+
+__all__ = ["ArenaUsage", "HostArena", "HostCopy", "HostFile"]
+
+_ALLOCATE_BYTES = 64 << 20
+
+
+class HostFile:
+    """One shard in host memory: our read-write descriptor, and a mapping while it is filled or locked."""
+
+    def __init__(self, entry: FileEntry, fd: int, *, huge_advice: bool) -> None:
+        self.entry = entry
+        self.fd = fd
+        os.ftruncate(fd, entry.bytes)
+        self.map = mmap.mmap(fd, entry.bytes)
+        self.view = memoryview(self.map)
+        self.locked = False
+        if huge_advice:
+            with contextlib.suppress(OSError):
+                self.map.madvise(mmap.MADV_HUGEPAGE)
+
+    def unmap(self) -> None:
+        """Unmaps, which also unlocks."""
+        self.view.release()
+        with contextlib.suppress(ValueError):
+            self.map.close()
+        self.locked = False
+
+    def held_elsewhere(self) -> bool:
+        """Whether any other descriptor or mapping of the file exists, in any process."""
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False  # no leases here (a seal on a memfd): the lease server's own counts must do
+        fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return False
+
+    def allocated_bytes(self) -> int:
+        return os.fstat(self.fd).st_blocks * 512
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """One version of one model in host memory. Nobody but the loader sees it before `state` is `published`."""
+
+    manifest: Manifest
+    files: list[HostFile]
+    name: str
+    state: Literal["loading", "published", "evicted"] = "loading"
+
+    @property
+    def key(self) -> WeightsKey:
+        return self.manifest.key
+
+    @property
+    def bytes(self) -> int:
+        return self.manifest.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaUsage:
+    """Bytes. `lingering` are evicted and still mapped by somebody; `allocated` is what the kernel says for all of them."""
+
+    budget_bytes: int
+    loading_bytes: int
+    published_bytes: int
+    lingering_bytes: int
+    locked_bytes: int
+    allocated_bytes: int
+
+    @property
+    def taken_bytes(self) -> int:
+        return self.loading_bytes + self.published_bytes + self.lingering_bytes
+
+
+def _copy_name(key: WeightsKey) -> str:
+    return hashlib.sha256(f"{key.model}\0{key.version}".encode()).hexdigest()[:24]
+
+
+class HostArena:
+    """The host tier of one node, `budget_bytes` of it. Safe to call from several threads.
+
+    Raises (on opening):
+        BudgetError: the budget is larger than the machine; nothing was created.
+        LockLimitError: `lock` is `require` and the limit of locked memory is below the budget.
+        UsageError: another agent has the folder.
+    """
+
+    def __init__(
+        self, budget_bytes: int, *, folder: Path | None = None, lock: LockPolicy = "auto", name: str = "agent"
+    ) -> None:
+        hostfolder.check_budget(budget_bytes)
+        self.lock_warning = hostfolder.check_lock(lock, budget_bytes)
+        self.budget_bytes = budget_bytes
+        self._locking = lock != "off" and self.lock_warning is None
+        self._folder: HostFolder = hostfolder.choose(budget_bytes, folder, name)
+        self._guard = threading.Lock()
+        self._copies: dict[WeightsKey, HostCopy] = {}
+        self._lingering: list[HostCopy] = []
+        self._serial = 0
+
+    @property
+    def kind(self) -> str:
+        """`given`, `mount`, `private`, `shm` or `memfd`."""
+        return self._folder.kind
+
+    @property
+    def huge(self) -> bool:
+        return self._folder.huge
+
+    def usage(self) -> ArenaUsage:
+        with self._guard:
+            copies = [*self._copies.values(), *self._lingering]
+            files = [f for c in copies for f in c.files]
+            return ArenaUsage(
+                self.budget_bytes,
+                sum(c.bytes for c in copies if c.state == "loading"),
+                sum(c.bytes for c in copies if c.state == "published"),
+                sum(c.bytes for c in copies if c.state == "evicted"),
+                sum(f.entry.bytes for f in files if f.locked),
+                sum(f.allocated_bytes() for f in files),
+            )
+
+    def copy(self, key: WeightsKey) -> HostCopy | None:
+        """The published copy, if there is one."""
+        copy = self._copies.get(key)
+        return copy if copy is not None and copy.state == "published" else None
+
+    def begin(self, manifest: Manifest) -> HostCopy:
+        """Takes the budget for one model and creates its files, empty; `allocate` makes the memory real.
+
+        Raises:
+            NoRoomError: the budget or the memory does not suffice now, or the key is there already.
+        """
+        self.collect()
+        with self._guard:
+            if manifest.key in self._copies:
+                raise NoRoomError(f"{manifest.model} is already in host memory or on its way")
+            taken = sum(c.bytes for c in self._copies.values()) + sum(c.bytes for c in self._lingering)
+            if taken + manifest.bytes > self.budget_bytes:
+                raise NoRoomError(
+                    f"{manifest.model} needs {manifest.bytes} bytes of host memory, {self.budget_bytes - taken} are free; evict first"
+                )
+            self._serial += 1
+            copy = HostCopy(manifest, [], f".{self._serial}.loading")
+            try:
+                self._folder.make(copy.name)
+                for index, entry in enumerate(manifest.files):
+                    fd = self._folder.create(copy.name, f"{index:05d}.safetensors")
+                    copy.files.append(HostFile(entry, fd, huge_advice=self._folder.kind == "memfd"))
+            except OSError as exc:
+                self._drop(copy)
+                raise NoRoomError(f"{manifest.model}: host memory cannot be taken ({exc.strerror}); free some") from exc
+            self._copies[manifest.key] = copy
+            return copy
+
+    def allocate(self, copy: HostCopy, file: int, start: int, end: int) -> None:
+        """Makes bytes [start, end) of a file real, so that reading into them can't fail for want of memory.
+
+        Raises:
+            NoRoomError: the machine has no memory left.
+        """
+        try:
+            for at in range(start, end, _ALLOCATE_BYTES):
+                os.posix_fallocate(copy.files[file].fd, at, min(_ALLOCATE_BYTES, end - at))
+        except OSError as exc:
+            raise NoRoomError(f"{copy.manifest.model}: host memory ran out ({exc.strerror}); free some") from exc
+
+    def prefault(self, copy: HostCopy, file: int, start: int, end: int) -> None:
+        """Maps bytes [start, end) at once where pages are small: a page fault each is what slows readers. Start on a page boundary."""
+        if not self._folder.huge:
+            hostfolder.populate(copy.files[file].view, start, end)
+
+    def publish(self, copy: HostCopy) -> None:
+        """Locks and seals a copy whose bytes are all verified; from here on it may be seen and is never written.
+
+        Where locking fails, the copy stays unlocked and `lock_warning` says why.
+        """
+        for file in copy.files:
+            if self._locking:
+                problem = hostfolder.lock(file.view)
+                file.locked = problem is None
+                if problem is not None:
+                    self.lock_warning = f"weights are not locked in memory: {problem}"
+            self._folder.seal(file.fd)
+            if not file.locked:
+                file.unmap()
+        with self._guard:
+            name = _copy_name(copy.key)
+            self._folder.rename(copy.name, name)
+            copy.name = name
+            copy.state = "published"
+
+    def descriptors(self, copy: HostCopy) -> list[int]:
+        """New read-only descriptors of a published copy, in file order; the caller sends them and closes them."""
+        fds: list[int] = []
+        with self._guard:
+            if copy.state != "published":
+                raise NoRoomError(f"{copy.manifest.model} just left host memory; open it again")
+            try:
+                for file in copy.files:
+                    fds.append(os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC))
+            except OSError:
+                for fd in fds:
+                    os.close(fd)
+                raise
+        return fds
+
+    def evict(self, copy: HostCopy) -> int:
+        """Unlinks a copy, also a half-loaded one; returns how many of its bytes the kernel has not given back yet."""
+        with self._guard:
+            if copy.state == "evicted":
+                return copy.bytes if copy in self._lingering else 0
+            self._copies.pop(copy.key, None)
+            copy.state = "evicted"
+            for file in copy.files:
+                file.unmap()
+            self._folder.remove(copy.name)
+            self._lingering.append(copy)
+        self.collect()
+        return copy.bytes if copy in self._lingering else 0
+
+    def collect(self) -> int:
+        """Gives back what nobody maps any more; returns the bytes that still linger."""
+        with self._guard:
+            for copy in list(self._lingering):
+                if not any(f.held_elsewhere() for f in copy.files):
+                    self._lingering.remove(copy)
+                    self._drop(copy)
+            return sum(c.bytes for c in self._lingering)
+
+    def adopt(self, models: Mapping[ModelName, ModelSource]) -> list[HostCopy]:
+        """Takes over what a killed agent left, after checking every byte against the manifests; removes the rest."""
+        wanted = {_copy_name(s.key): s.manifest for s in models.values()}
+        adopted: list[HostCopy] = []
+        taken = 0
+        for name in self._folder.leftovers():
+            manifest = wanted.get(name)
+            copy = (
+                HostCopy(manifest, [], name)
+                if manifest is not None and taken + manifest.bytes <= self.budget_bytes
+                else None
+            )
+            if copy is None or not self._reopen(copy):
+                self._folder.remove(name)
+                continue
+            taken += copy.bytes
+            self._copies[copy.key] = copy
+            self.publish(copy)
+            adopted.append(copy)
+        return adopted
+
+    def _reopen(self, copy: HostCopy) -> bool:
+        try:
+            for index, entry in enumerate(copy.manifest.files):
+                fd = self._folder.reopen(copy.name, f"{index:05d}.safetensors")
+                if os.fstat(fd).st_size != entry.bytes:
+                    os.close(fd)
+                    raise OSError("wrong size")
+                file = HostFile(entry, fd, huge_advice=False)
+                copy.files.append(file)
+                for block, digest in enumerate(entry.blocks):
+                    at = block * BLOCK_BYTES
+                    if block_digest(file.view[at : at + BLOCK_BYTES]) != digest:
+                        raise OSError("wrong bytes")
+        except OSError:
+            for file in copy.files:
+                file.unmap()
+            self._drop(copy)
+            return False
+        return True
+
+    def _drop(self, copy: HostCopy) -> None:
+        for file in copy.files:
+            file.unmap()
+            os.close(file.fd)
+        copy.files.clear()
+        self._folder.remove(copy.name)
+
+    def close(self) -> None:
+        """Evicts everything and removes the folder that it made. Clients keep what they map."""
+        for copy in [*self._copies.values()]:
+            self.evict(copy)
+        with self._guard:
+            for copy in self._lingering:
+                self._drop(copy)
+            self._lingering.clear()
+        self._folder.close()
