@@ -1,0 +1,256 @@
+"""The lease socket: hands read-only descriptors to other processes and takes leases back, also from those that died.
+
+Covers sockets, threads and whose lease is whose. What is granted, and after which wait, is decided behind `LeasePort`. One thread reads
+each connection; each `Acquire` waits in a thread of its own, so that a holder that dies while it waits is noticed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from prefetcher.agent import protocol
+from prefetcher.agent.protocol import (
+    Acquire,
+    Connection,
+    Control,
+    Descriptors,
+    FileGrant,
+    Granted,
+    Release,
+    Reply,
+    Verb,
+)
+from prefetcher.core.types import WeightsKey
+from prefetcher.errors import PrefetcherError, UsageError
+
+__all__ = ["Grant", "GrantedFile", "Holder", "LeasePort", "LeaseServer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lease: `name` is unique for each lease of this agent's life; `pid` and `uid` are the peer's, from the kernel."""
+
+    name: str
+    pid: int
+    uid: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedFile:
+    """A descriptor that the server sends and closes, the file's path in its manifest, and its bytes."""
+
+    fd: int
+    path: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a holder got. `found` is `ready | moving | queued | absent`, `wait_s` the seconds from asking to granting."""
+
+    key: WeightsKey
+    source: Literal["host", "disk"]
+    files: Sequence[GrantedFile]
+    found: str
+    wait_s: float
+
+
+class LeasePort(Protocol):
+    """What the agent does for the socket. Called from several threads."""
+
+    def acquire(self, holder: Holder, model: str, version: str, timeout_s: float, gone: threading.Event) -> Grant:
+        """Waits until the weights may be read and grants a lease, or raises. `gone` is set when nobody waits any more.
+
+        Raises:
+            PrefetcherError: told to the client as it is.
+        """
+        ...
+
+    def release(self, holder: Holder) -> None:
+        """The lease of `holder` ended, or it died while it waited. Called once for each `acquire`, also for one that raised."""
+        ...
+
+    def control(self, verb: Verb, model: str, version: str) -> msgspec.Struct | None:
+        """Does what people ask for by hand, and answers with something that is JSON."""
+        ...
+
+
+class LeaseServer:
+    """Listens at `path` (0600) from `start` to `stop`."""
+
+    def __init__(self, path: Path, port: LeasePort) -> None:
+        self.path = path
+        self._port = port
+        self._listener: socket.socket | None = None
+        self._guard = threading.Lock()
+        self._connections: set[_Peer] = set()
+        self._serial = 0
+
+    def start(self) -> None:
+        """Binds the socket; a socket that a killed agent left is replaced.
+
+        Raises:
+            UsageError: another agent answers there, or the path can't be bound.
+        """
+        protocol.make_run_folder(self.path.parent)
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(self.path))
+            except OSError:
+                pass
+            else:
+                raise UsageError(f"another agent answers at {self.path}; stop it, or give this one another run folder")
+        self.path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX)
+        old = os.umask(0o177)
+        try:
+            listener.bind(str(self.path))
+        except OSError as exc:
+            listener.close()
+            raise UsageError(
+                f"the socket {self.path} cannot be made ({exc}); name a shorter or another run folder"
+            ) from exc
+        finally:
+            os.umask(old)
+        listener.listen(128)
+        self._listener = listener
+        threading.Thread(target=self._accept, args=(listener,), name="leases", daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if uid not in {os.getuid(), 0}:
+                sock.close()
+                continue
+            peer = _Peer(self, Connection(sock), pid, uid)
+            with self._guard:
+                self._connections.add(peer)
+            threading.Thread(target=peer.serve, name=f"lease-{pid}", daemon=True).start()
+
+    def next_serial(self) -> int:
+        with self._guard:
+            self._serial += 1
+            return self._serial
+
+    def forget(self, peer: _Peer) -> None:
+        with self._guard:
+            self._connections.discard(peer)
+
+    @property
+    def port(self) -> LeasePort:
+        return self._port
+
+    def stop(self) -> None:
+        """Closes the socket and every connection; their leases are released. Clients keep what they map."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+            self.path.unlink(missing_ok=True)
+        with self._guard:
+            peers = list(self._connections)
+        for peer in peers:
+            peer.hang_up()
+
+
+class _Peer:
+    """One connected process."""
+
+    def __init__(self, server: LeaseServer, connection: Connection, pid: int, uid: int) -> None:
+        self._server, self._connection, self._pid, self._uid = server, connection, pid, uid
+        self._sending = threading.Lock()
+        self._guard = threading.Lock()
+        #: By request id: the holder, once granted.
+        self._leases: dict[int, Holder] = {}
+        self._gone = threading.Event()
+
+    def serve(self) -> None:
+        try:
+            while (message := self._connection.receive()) is not None:
+                match message:
+                    case Acquire():
+                        threading.Thread(target=self._acquire, args=(message,), name="acquire", daemon=True).start()
+                    case Release():
+                        self._release(message)
+                    case Control():
+                        self._control(message)
+                    case _:
+                        break
+        except (OSError, msgspec.MsgspecError):
+            pass
+        finally:
+            with self._guard:
+                self._gone.set()
+                held = list(self._leases.values())
+                self._leases.clear()
+            for holder in held:
+                self._server.port.release(holder)
+            self._server.forget(self)
+            with self._sending:
+                self._connection.close()
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, *messages: tuple[msgspec.Struct, list[int]]) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            for message, fds in messages:
+                self._connection.send(message, fds)
+
+    def _acquire(self, message: Acquire) -> None:
+        port = self._server.port
+        holder = Holder(f"{self._pid}:{self._server.next_serial()}", self._pid, self._uid)
+        try:
+            grant = port.acquire(holder, message.model, message.version, message.timeout_s, self._gone)
+        except PrefetcherError as exc:
+            port.release(holder)
+            self._send((protocol.failed_of(message.id, exc), []))
+            return
+        fds = [f.fd for f in grant.files]
+        try:
+            with self._guard:
+                alive = not self._gone.is_set()
+                if alive:
+                    self._leases[message.id] = holder
+            if not alive:
+                port.release(holder)
+                return
+            files = tuple(FileGrant(f.path, f.bytes) for f in grant.files)
+            key = grant.key
+            first = Granted(message.id, key.model, key.version, grant.source, files, grant.found, grant.wait_s)
+            step = protocol.FDS_A_MESSAGE
+            parts = [fds[i : i + step] for i in range(0, len(fds), step)]
+            self._send((first, []), *((Descriptors(message.id, len(p)), p) for p in parts))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _release(self, message: Release) -> None:
+        with self._guard:
+            holder = self._leases.pop(message.lease, None)
+        if holder is not None:
+            self._server.port.release(holder)
+        self._send((Reply(message.id), []))
+
+    def _control(self, message: Control) -> None:
+        try:
+            body = self._server.port.control(message.verb, message.model, message.version)
+        except PrefetcherError as exc:
+            self._send((protocol.failed_of(message.id, exc), []))
+            return
+        self._send((Reply(message.id, msgspec.Raw(msgspec.json.encode(body))), []))

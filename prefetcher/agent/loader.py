@@ -1,0 +1,270 @@
+"""Moves one model from disk into host memory: several threads, whole blocks, every block verified as it arrives.
+
+Covers reading, digests, pausing, cancelling and the rate cap. Taking and publishing the memory is `hostmem`'s work; which load runs when
+is the residency machine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefetcher.agent.hostmem import HostArena, HostCopy
+from prefetcher.agent.manifest import BLOCK_BYTES, Manifest, block_digest, open_weights_file
+from prefetcher.clock import Clock
+from prefetcher.errors import IntegrityError, PrefetcherError
+
+__all__ = ["PAUSE_BYTES", "THREADS", "LoadCancelledError", "LoadControl", "LoadResult", "load"]
+
+#: A load that is told to pause stops at the next multiple of this, as the replay's links do.
+PAUSE_BYTES = 64 << 20
+
+#: Measured on two cores: 2 threads leave the disk idle while they hash, 6 keep it busy, 8 gain nothing.
+THREADS = 6
+
+
+class LoadCancelledError(PrefetcherError):
+    """The load was told to stop; the caller gives its memory back."""
+
+
+class LoadControl:
+    """Pauses, resumes and cancels a load from another thread."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.paused = False
+        self.cancelled = False
+
+    def pause(self) -> None:
+        self._set(paused=True)
+
+    def resume(self) -> None:
+        self._set(paused=False)
+
+    def cancel(self) -> None:
+        self._set(cancelled=True)
+
+    def _set(self, *, paused: bool | None = None, cancelled: bool | None = None) -> None:
+        with self.changed:
+            self.paused = self.paused if paused is None else paused
+            self.cancelled = self.cancelled if cancelled is None else cancelled
+            self.changed.notify_all()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What a complete load took: bytes, seconds from start to end, and whether the page cache was passed by."""
+
+    bytes: int
+    seconds: float
+    direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    file: int
+    index: int
+    start: int
+    end: int
+    #: Bytes of the model before this block.
+    before: int
+
+
+class _Run:
+    """One load: hands blocks to its threads in file order."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        arena: HostArena,
+        target: HostCopy,
+        control: LoadControl,
+        on_block: Callable[[int, int, int], None] | None,
+        on_paused: Callable[[int], None] | None,
+        rate_bytes_per_s: float | None,
+        clock: Clock,
+    ) -> None:
+        self.manifest, self.arena, self.target, self.control = manifest, arena, target, control
+        self.on_block, self.on_paused, self.rate, self.clock = on_block, on_paused, rate_bytes_per_s, clock
+        self.started_s = clock.steady_s()
+        self.error: BaseException | None = None
+        self.next = 0
+        self.running = 0
+        self.done_bytes = 0
+        self.paused_told = False
+        self.rated_bytes = 0
+        self.blocks: list[_Block] = []
+        before = 0
+        for number, entry in enumerate(manifest.files):
+            for index in range(len(entry.blocks)):
+                start = index * BLOCK_BYTES
+                end = min(entry.bytes, start + BLOCK_BYTES)
+                self.blocks.append(_Block(number, index, start, end, before))
+                before += end - start
+
+    def take(self) -> _Block | None:
+        """The next block, once it may be read; None when there is none or the load ends."""
+        with self.control.changed:
+            while True:
+                if self.error is not None or self.next >= len(self.blocks):
+                    return None
+                if self.control.cancelled:
+                    self.fail(LoadCancelledError(f"the load of {self.manifest.model} was cancelled"))
+                    return None
+                block = self.blocks[self.next]
+                boundary = self.next == 0 or (
+                    block.before // PAUSE_BYTES != self.blocks[self.next - 1].before // PAUSE_BYTES
+                )
+                if not (self.control.paused and boundary):
+                    break
+                if self.running == 0 and not self.paused_told:
+                    self.paused_told = True
+                    if self.on_paused:
+                        self.on_paused(self.done_bytes)
+                self.control.changed.wait()
+            self.paused_told = False
+            self.next += 1
+            self.running += 1
+            self.rated_bytes += block.end - block.start
+            due_s = self.rated_bytes / self.rate if self.rate else 0.0
+        self._wait_until(due_s)
+        return block
+
+    def _wait_until(self, due_s: float) -> None:
+        left_s = self.started_s + due_s - self.clock.steady_s()
+        if due_s and left_s > 0:
+            self.clock.wait(threading.Event(), left_s)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+
+    def finished(self, block: _Block) -> None:
+        with self.control.changed:
+            self.running -= 1
+            self.done_bytes += block.end - block.start
+            done = self.done_bytes
+            self.control.changed.notify_all()
+            if self.on_block:
+                self.on_block(block.file, block.index, done)
+
+    def work(self, fds: list[tuple[int, bool]]) -> None:
+        try:
+            while (block := self.take()) is not None:
+                self.read(block, *fds[block.file])
+                self.finished(block)
+        except Exception as exc:  # noqa: BLE001 - handed to the thread that called load
+            with self.control.changed:
+                self.fail(exc)
+                self.control.changed.notify_all()
+
+    def read(self, block: _Block, fd: int, direct: bool) -> None:
+        entry = self.manifest.files[block.file]
+        view = self.target.files[block.file].view
+        self.arena.allocate(self.target, block.file, block.start, block.end)
+        self.arena.prefault(self.target, block.file, block.start, block.end)
+        length = block.end - block.start
+        done = _fill(fd, view[block.start : block.end], block.start, direct)
+        if done != length:
+            raise IntegrityError(
+                f"{self.manifest.model}: {entry.path} ends at {block.start + done} bytes, expected {entry.bytes}; fetch it again",
+                model=self.manifest.model,
+            )
+        if block_digest(view[block.start : block.end]) != entry.blocks[block.index]:
+            raise IntegrityError(
+                f"{self.manifest.model}: {entry.path} differs from its manifest in bytes {block.start} to {block.end}; fetch it again",
+                model=self.manifest.model,
+            )
+        if not direct:
+            os.posix_fadvise(fd, block.start, length, os.POSIX_FADV_DONTNEED)
+
+
+def _fill(fd: int, view: memoryview, offset: int, direct: bool) -> int:
+    """Reads until `view` is full or the file ends; returns the bytes read."""
+    done = 0
+    aligned = len(view) // 4096 * 4096 if direct else len(view)
+    while done < aligned:
+        count = os.preadv(fd, [view[done:aligned]], offset + done)
+        if count == 0:
+            return done
+        done += count
+        if direct and done % 4096:
+            return done  # the file ends here, earlier than it should
+    if done < len(view):
+        # The odd end of a file: O_DIRECT reads whole sectors only, so it passes through a page of its own.
+        with mmap.mmap(-1, 4096) as page:
+            count = os.preadv(fd, [page], offset + done)
+            count = min(count, len(view) - done)
+            view[done : done + count] = page[:count]
+            done += count
+    return done
+
+
+@contextlib.contextmanager
+def _sources(manifest: Manifest, folder: Path) -> Iterator[list[tuple[int, bool]]]:
+    """Descriptors of the files, each with whether it passes the page cache by."""
+    with contextlib.ExitStack() as stack:
+        fds: list[tuple[int, bool]] = []
+        for entry in manifest.files:
+            try:
+                fds.append(
+                    (
+                        stack.enter_context(open_weights_file(folder, entry.path, model=manifest.model, direct=True)),
+                        True,
+                    )
+                )
+            except OSError:
+                fds.append((stack.enter_context(open_weights_file(folder, entry.path, model=manifest.model)), False))
+        for (fd, _), entry in zip(fds, manifest.files, strict=True):
+            size = os.fstat(fd).st_size
+            if size != entry.bytes:
+                raise IntegrityError(
+                    f"{manifest.model}: {entry.path} has {size} bytes, the manifest says {entry.bytes}; fetch it again",
+                    model=manifest.model,
+                )
+        yield fds
+
+
+def load(
+    manifest: Manifest,
+    source_folder: Path,
+    arena: HostArena,
+    target: HostCopy,
+    *,
+    clock: Clock,
+    on_block: Callable[[int, int, int], None] | None = None,
+    on_paused: Callable[[int], None] | None = None,
+    control: LoadControl | None = None,
+    threads: int = THREADS,
+    rate_bytes_per_s: float | None = None,
+) -> LoadResult:
+    """Fills `target` (from `arena.begin`) and returns when every byte is there and verified; publishing is left to the caller.
+
+    `on_block(file, block, verified_bytes)` is told each verified block; blocks may come out of order. `on_paused(verified_bytes)` is told
+    when a pause has taken hold: nothing is being read. Both are called from the load's threads and must not wait. On any error the
+    caller gives the memory back with `arena.evict(target)`.
+
+    Raises:
+        IntegrityError: a file is missing, short or differs from the manifest.
+        ManifestError: a path leads out of the folder.
+        NoRoomError: the machine's memory ran out.
+        LoadCancelledError: `control.cancel()` was called.
+    """
+    run = _Run(manifest, arena, target, control or LoadControl(), on_block, on_paused, rate_bytes_per_s, clock)
+    with _sources(manifest, source_folder) as fds:
+        workers = [
+            threading.Thread(target=run.work, args=(fds,), name=f"load-{i}", daemon=True)
+            for i in range(max(1, min(threads, len(run.blocks))))
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        direct = all(d for _, d in fds)
+    if run.error is not None:
+        raise run.error
+    return LoadResult(run.done_bytes, clock.steady_s() - run.started_s, direct)
