@@ -99,11 +99,13 @@ class OneModelAgent:
         self.held: dict[str, int] = {}
         self.released: list[str] = []
         self.hang = False
+        self.asked = threading.Event()
 
     def acquire(self, holder: Holder, model: str, version: str, timeout_s: float, gone: threading.Event) -> Grant:
         if model != self.source.manifest.model:
             raise ModelNotFoundError(f"no {model}", model=model)
         if self.hang:
+            self.asked.set()
             gone.wait(30)
             raise UnavailableError("gave up")
         copy = self.arena.copy(self.source.key)
@@ -248,9 +250,14 @@ def test_a_holder_that_dies_while_it_waits_is_told_to_the_agent(arena, model, tm
     agent = OneModelAgent(arena, model)
     agent.hang = True
     with serving(agent, tmp_path) as path:
-        with pytest.raises(UnavailableError):
-            prefetcher.open("llama", socket_path=path, timeout_s=-4.5)
+        child = subprocess.Popen([sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE)
+        with child:
+            assert agent.asked.wait(30)
+            child.send_signal(signal.SIGKILL)
         eventually(lambda: len(agent.released) == 1)
+        assert not agent.held
+        with pytest.raises(UsageError):
+            prefetcher.open("llama", socket_path=path, timeout_s=-1)
 
 
 def test_errors_cross_the_socket_as_themselves(arena, model, tmp_path):

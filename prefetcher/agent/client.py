@@ -207,6 +207,8 @@ def open_model(
     """
     if framework not in {"numpy", "torch"}:
         raise UsageError(f"framework {framework!r} is not known; use 'numpy' or 'torch'")
+    if not 0 <= timeout_s < 1e7:
+        raise UsageError(f"timeout_s={timeout_s} is no number of seconds to wait; give 0 or more")
     what = f"opening {name!r}"
     connection = _connect(socket_path, timeout_s)
     fds: list[int] = []

@@ -15,6 +15,7 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Literal
@@ -209,8 +210,6 @@ def _private(budget_bytes: int) -> HostFolder | None:
     """
     if not _huge_pages_work():
         return None
-    import subprocess
-
     ours, theirs = socket.socketpair()
     with ours, theirs:
         # Room for the rounding of every file's end to a page, beside the budget.
