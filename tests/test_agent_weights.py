@@ -311,9 +311,10 @@ def test_a_paused_load_stops_at_a_boundary_and_resumes_right(tmp_path):
     runner.join(30)
     assert seen[-1] == source.manifest.bytes
     arena.publish(copy)
-    assert bytes(np.fromfile(f"/proc/self/fd/{copy.files[0].fd}", np.uint8)) == (
-        source.folder / "model-0.safetensors"
-    ).read_bytes()
+    assert (
+        bytes(np.fromfile(f"/proc/self/fd/{copy.files[0].fd}", np.uint8))
+        == (source.folder / "model-0.safetensors").read_bytes()
+    )
     arena.close()
 
 
@@ -364,7 +365,13 @@ def test_manifest_errors_say_what_to_do(model, tmp_path):
         ({"model": "../x"}, ManifestError),
         ({"files": []}, ManifestError),
         ({"surprise": 1}, ManifestError),
-        ({"files": [{**good["files"][0], "path": "../../etc/passwd.safetensors"}], "bytes": good["files"][0]["bytes"]}, ManifestError),
+        (
+            {
+                "files": [{**good["files"][0], "path": "../../etc/passwd.safetensors"}],
+                "bytes": good["files"][0]["bytes"],
+            },
+            ManifestError,
+        ),
         ({"files": [{**good["files"][0], "path": "w.bin"}], "bytes": good["files"][0]["bytes"]}, UnsafeFormatError),
         ({"files": [{**good["files"][0], "blocks": []}], "bytes": good["files"][0]["bytes"]}, ManifestError),
     ]:

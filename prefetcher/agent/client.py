@@ -1,9 +1,11 @@
 """`prefetcher.open`: another process's view of a model's weights, without a copy, under a lease.
 
-Covers asking the agent, mapping its descriptors and making arrays. Imports NumPy and torch only when they are asked for.
+Covers asking the agent, mapping its descriptors and making arrays. Imports NumPy and torch only when they are asked
+for.
 
-While it is open, the agent may not evict the weights. Closing it releases the lease; an array that still lives keeps its own mapping
-alive, and because a published file is never rewritten, its bytes stay right: they count as taken until the last such array is gone.
+While it is open, the agent may not evict the weights. Closing it releases the lease; an array that still lives keeps
+its own mapping alive, and because a published file is never rewritten, its bytes stay right: they count as taken until
+the last such array is gone.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ _MAP_NORESERVE = 0x4000
 
 #: NumPy's own dtypes by the format's names; what it lacks is in `_ML_DTYPES`.
 _NUMPY = {
-    "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "I32": "<i4", "U32": "<u4", "F32": "<f4",
+    "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "F16": "<f2", "I32": "<i4", "U32": "<u4",
+    "F32": "<f4",
     "I64": "<i8", "U64": "<u8", "F64": "<f8", "C64": "<c8",
 }  # fmt: skip
 
-#: What the ml_dtypes package calls the rest, and the unsigned integers of the same width that stand in where it is not installed.
+#: What the ml_dtypes package calls the rest, and the unsigned integers of the same width that stand in where it is not
+#: installed.
 _ML_DTYPES = {
     "BF16": ("bfloat16", "<u2"),
     "F8_E4M3": ("float8_e4m3fn", "u1"),
@@ -47,7 +51,8 @@ _ML_DTYPES = {
 
 _TORCH = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
-    "I32": "int32", "U32": "uint32", "F32": "float32", "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64",
+    "I32": "int32", "U32": "uint32", "F32": "float32", "I64": "int64", "U64": "uint64", "F64": "float64",
+    "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
 }  # fmt: skip
@@ -56,10 +61,11 @@ _TORCH = {
 class OpenModel(Mapping[str, Any]):
     """Tensors by name; a context manager. Arrays are made when they are asked for and share memory with the agent.
 
-    NumPy arrays are read-only. torch tensors are private views: writing to one copies its page and changes nothing for others.
-    `source` is `host`, or `disk` where host memory was bypassed; `found` what the request met, `wait_s` how long it waited.
-    `dtypes[name]` is the format's own name: BF16 and the 8-bit floats come to NumPy as ml_dtypes' where that is installed, else as
-    unsigned integers with the same bits; 4- and 6-bit floats as one row of packed bytes in both frameworks.
+    NumPy arrays are read-only. torch tensors are private views: writing to one copies its page and changes nothing for
+    others. `source` is `host`, or `disk` where host memory was bypassed; `found` what the request met, `wait_s` how
+    long it waited. `dtypes[name]` is the format's own name: BF16 and the 8-bit floats come to NumPy as ml_dtypes' where
+    that is installed, else as unsigned integers with the same bits; 4- and 6-bit floats as one row of packed bytes in
+    both frameworks.
     """
 
     def __init__(
@@ -72,7 +78,8 @@ class OpenModel(Mapping[str, Any]):
         self._connection: Connection | None = connection
         self._maps: list[mmap.mmap] = []
         self._specs: dict[str, tuple[int, TensorSpec]] = {}
-        # Private and writable for torch, which has no read-only tensors; no swap is reserved for pages that nobody writes.
+        # Private and writable for torch, which has no read-only tensors; no swap is reserved for pages that nobody
+        # writes.
         flags, prot = mmap.MAP_SHARED, mmap.PROT_READ
         if framework == "torch":
             flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -111,7 +118,9 @@ class OpenModel(Mapping[str, Any]):
         self.close()
 
     def close(self) -> None:
-        """Gives up the mappings, which go with the last array that uses them, and releases the lease. Closing twice is no error."""
+        """Gives up the mappings, which go with the last array that uses them, and releases the lease. Closing twice is
+        no error.
+        """
         connection, self._connection = self._connection, None
         if connection is None:
             return
@@ -199,7 +208,8 @@ def open_model(
     timeout_s: float = 600.0,
     socket_path: str | Path | None = None,
 ) -> OpenModel:
-    """Leases a model's weights from this node's agent and maps them; waits up to `timeout_s` seconds until they are ready.
+    """Leases a model's weights from this node's agent and maps them; waits up to `timeout_s` seconds until they are
+    ready.
 
     Raises:
         UnavailableError: no agent answers, or not in time.

@@ -1,7 +1,8 @@
-"""The disk tier's files: which are known to be good, which are quarantined, and descriptors for those who read them directly.
+"""The disk tier's files: which are known to be good, which are quarantined, and descriptors for those who read them
+directly.
 
-A file counts as verified while its size, mtime and inode are those at its last hashing (its manifest's or ours); else it is hashed first.
-A file that failed is quarantined until it is replaced, which is seen by the same three.
+A file counts as verified while its size, mtime and inode are those at its last hashing (its manifest's or ours); else
+it is hashed first. A file that failed is quarantined until it is replaced, which is seen by the same three.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class DiskTier:
         return reason
 
     def open_verified(self, source: ModelSource) -> list[int]:
-        """Read-only descriptors of a model's disk files in order, hashed first where they are not known to be good. Close them.
+        """Read-only descriptors of a model's disk files in order, hashed first where they are not known to be good.
+        Close them.
 
         Raises:
             IntegrityError: quarantined, missing, or different from the manifest (and quarantined by that).

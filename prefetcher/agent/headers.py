@@ -45,7 +45,9 @@ _CONVERT = "convert it with safetensors.torch.save_file; pickles run code when t
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor: its dtype by the format's name, its shape, and its bytes [start, end) counted from the start of the file."""
+    """One tensor: its dtype by the format's name, its shape, and its bytes [start, end) counted from the start of the
+    file.
+    """
 
     name: str
     dtype: str
@@ -104,7 +106,8 @@ def parse_header(raw: bytes, file_bytes: int, *, what: str) -> Header:
     """The header whose 8 length bytes and JSON text are `raw`, of a file of `file_bytes`.
 
     Raises:
-        UnsafeFormatError: the header lies, overlaps, leaves holes, or does not end where the file does; `what` names the file.
+        UnsafeFormatError: the header lies, overlaps, leaves holes, or does not end where the file does; `what` names
+        the file.
     """
     length = int.from_bytes(raw[:8], "little")
     text = raw[8 : 8 + length]

@@ -1,8 +1,9 @@
 """Where the host tier's files lie, and how memory is allocated, locked and limited on this machine.
 
-Covers the choice of a folder and everything that asks the kernel directly. In this order: the folder that was given; our own mount
-(`OWN_MOUNT`); a private tmpfs with huge pages that no path leads to; a 0700 folder in /dev/shm; memory files without names. The private
-one needs the right to make a user namespace and vanishes with the agent; it is preferred to /dev/shm because 4 KiB pages halve the speed.
+Covers the choice of a folder and everything that asks the kernel directly. In this order: the folder that was given;
+our own mount (`OWN_MOUNT`); a private tmpfs with huge pages that no path leads to; a 0700 folder in /dev/shm; memory
+files without names. The private one needs the right to make a user namespace and vanishes with the agent; it is
+preferred to /dev/shm because 4 KiB pages halve the speed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _address(view: memoryview) -> int:
 
 
 def populate(view: memoryview, start: int, end: int) -> None:
-    """Faults in bytes [start, end) of a mapping, without the interpreter's lock. Where the kernel can't, reading will."""
+    """Faults bytes [start, end) of a mapping in without the interpreter's lock. Where the kernel can't, reading will."""
     _libc.madvise(ctypes.c_void_p(_address(view) + start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE)
 
 
@@ -65,7 +66,8 @@ def check_budget(budget_bytes: int) -> None:
             total = min(total, int(Path(path).read_text()))
     if budget_bytes <= 0 or budget_bytes > total:
         raise BudgetError(
-            f"a host budget of {budget_bytes / 1e9:g} GB cannot be honoured: this machine has {total / 1e9:.1f} GB; give less"
+            f"a host budget of {budget_bytes / 1e9:g} GB cannot be honoured: this machine has {total / 1e9:.1f} "
+            f"GB; give less"
         )
 
 

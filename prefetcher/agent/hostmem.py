@@ -1,11 +1,11 @@
 """The host tier's memory: one exact-length tmpfs file a shard, allocated before it is read, locked, never rewritten.
 
-Covers the byte ledger and the life of copies (begin, publish, read-only descriptors, evict, collect, adopt). Where the files lie and how
-memory is asked for is in `hostfolder`; filling them is `loader`'s work.
+Covers the byte ledger and the life of copies (begin, publish, read-only descriptors, evict, collect, adopt). Where the
+files lie and how memory is asked for is in `hostfolder`; filling them is `loader`'s work.
 
-A copy's bytes count from `begin` until the kernel has them back: an evicted file is unlinked at once, and its bytes are given back only
-when no other process has it open or mapped. Clients get descriptors of their own, so a write lease on ours (fcntl F_SETLEASE) is granted
-exactly when they are gone.
+A copy's bytes count from `begin` until the kernel has them back: an evicted file is unlinked at once, and its bytes are
+given back only when no other process has it open or mapped. Clients get descriptors of their own, so a write lease on
+ours (fcntl F_SETLEASE) is granted exactly when they are gone.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class HostCopy:
 
 @dataclass(frozen=True, slots=True)
 class ArenaUsage:
-    """Bytes. `lingering` are evicted and still mapped by somebody; `allocated` is what the kernel says for all of them."""
+    """Bytes. `lingering` are evicted and still mapped by somebody; `allocated` is what the kernel counts for all."""
 
     budget_bytes: int
     loading_bytes: int
@@ -168,7 +168,8 @@ class HostArena:
             taken = sum(c.bytes for c in self._copies.values()) + sum(c.bytes for c in self._lingering)
             if taken + manifest.bytes > self.budget_bytes:
                 raise NoRoomError(
-                    f"{manifest.model} needs {manifest.bytes} bytes of host memory, {self.budget_bytes - taken} are free; evict first"
+                    f"{manifest.model} needs {manifest.bytes} bytes of host memory, {self.budget_bytes - taken} "
+                    f"are free; evict first"
                 )
             self._serial += 1
             copy = HostCopy(manifest, [], f".{self._serial}.loading")
@@ -196,7 +197,9 @@ class HostArena:
             raise NoRoomError(f"{copy.manifest.model}: host memory ran out ({exc.strerror}); free some") from exc
 
     def prefault(self, copy: HostCopy, file: int, start: int, end: int) -> None:
-        """Maps bytes [start, end) at once where pages are small: a page fault each is what slows readers. Start on a page boundary."""
+        """Maps bytes [start, end) at once where pages are small: a page fault each is what slows readers. Start on a
+        page boundary.
+        """
         if not self._folder.huge:
             hostfolder.populate(copy.files[file].view, start, end)
 
@@ -227,8 +230,7 @@ class HostArena:
             if copy.state != "published":
                 raise NoRoomError(f"{copy.manifest.model} just left host memory; open it again")
             try:
-                for file in copy.files:
-                    fds.append(os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC))
+                fds.extend(os.open(f"/proc/self/fd/{f.fd}", os.O_RDONLY | os.O_CLOEXEC) for f in copy.files)
             except OSError:
                 for fd in fds:
                     os.close(fd)

@@ -1,7 +1,8 @@
 """The lease socket: hands read-only descriptors to other processes and takes leases back, also from those that died.
 
-Covers sockets, threads and whose lease is whose. What is granted, and after which wait, is decided behind `LeasePort`. One thread reads
-each connection; each `Acquire` waits in a thread of its own, so that a holder that dies while it waits is noticed at once.
+Covers sockets, threads and whose lease is whose. What is granted, and after which wait, is decided behind `LeasePort`.
+One thread reads each connection; each `Acquire` waits in a thread of its own, so that a holder that dies while it waits
+is noticed at once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ __all__ = ["Grant", "GrantedFile", "Holder", "LeasePort", "LeaseServer"]
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who holds a lease: `name` is unique for each lease of this agent's life; `pid` and `uid` are the peer's, from the kernel."""
+    """Who holds a lease: `name` is unique for each lease of this agent's life; `pid` and `uid` are the peer's, from the
+    kernel.
+    """
 
     name: str
     pid: int
@@ -56,7 +59,7 @@ class GrantedFile:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a holder got. `found` is `ready | moving | queued | absent`, `wait_s` the seconds from asking to granting."""
+    """A holder got this. `found` is `ready | moving | queued | absent`, `wait_s` seconds from asking to granting."""
 
     key: WeightsKey
     source: Literal["host", "disk"]
@@ -77,7 +80,9 @@ class LeasePort(Protocol):
         ...
 
     def release(self, holder: Holder) -> None:
-        """The lease of `holder` ended, or it died while it waited. Called once for each `acquire`, also for one that raised."""
+        """The lease of `holder` ended, or it died while it waited. Called once for each `acquire`, also for one that
+        raised.
+        """
         ...
 
     def control(self, verb: Verb, model: str, version: str) -> msgspec.Struct | None:

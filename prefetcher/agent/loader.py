@@ -1,7 +1,7 @@
 """Moves one model from disk into host memory: several threads, whole blocks, every block verified as it arrives.
 
-Covers reading, digests, pausing, cancelling and the rate cap. Taking and publishing the memory is `hostmem`'s work; which load runs when
-is the residency machine's.
+Covers reading, digests, pausing, cancelling and the rate cap. Taking and publishing the memory is `hostmem`'s work;
+which load runs when is the residency machine's.
 """
 
 from __future__ import annotations
@@ -171,12 +171,14 @@ class _Run:
         done = _fill(fd, view[block.start : block.end], block.start, direct)
         if done != length:
             raise IntegrityError(
-                f"{self.manifest.model}: {entry.path} ends at {block.start + done} bytes, expected {entry.bytes}; fetch it again",
+                f"{self.manifest.model}: {entry.path} ends at {block.start + done} bytes, expected "
+                f"{entry.bytes}; fetch it again",
                 model=self.manifest.model,
             )
         if block_digest(view[block.start : block.end]) != entry.blocks[block.index]:
             raise IntegrityError(
-                f"{self.manifest.model}: {entry.path} differs from its manifest in bytes {block.start} to {block.end}; fetch it again",
+                f"{self.manifest.model}: {entry.path} differs from its manifest in bytes {block.start} to "
+                f"{block.end}; fetch it again",
                 model=self.manifest.model,
             )
         if not direct:
@@ -242,11 +244,12 @@ def load(
     threads: int = THREADS,
     rate_bytes_per_s: float | None = None,
 ) -> LoadResult:
-    """Fills `target` (from `arena.begin`) and returns when every byte is there and verified; publishing is left to the caller.
+    """Fills `target` (from `arena.begin`) and returns when every byte is there and verified; publishing is left to the
+    caller.
 
-    `on_block(file, block, verified_bytes)` is told each verified block; blocks may come out of order. `on_paused(verified_bytes)` is told
-    when a pause has taken hold: nothing is being read. Both are called from the load's threads and must not wait. On any error the
-    caller gives the memory back with `arena.evict(target)`.
+    `on_block(file, block, verified_bytes)` is told each verified block; blocks may come out of order.
+    `on_paused(verified_bytes)` is told when a pause has taken hold: nothing is being read. Both are called from the
+    load's threads and must not wait. On any error the caller gives the memory back with `arena.evict(target)`.
 
     Raises:
         IntegrityError: a file is missing, short or differs from the manifest.

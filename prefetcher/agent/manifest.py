@@ -1,7 +1,8 @@
 """Manifests: what a model's files are, byte for byte, written once and believed from then on.
 
-Covers making, writing, reading and checking manifests, and scanning a folder of models. Bytes are verified against them by `loader` and
-`disk`. A manifest lies beside its model's files (`MANIFEST_NAME`); paths in it are relative to that folder.
+Covers making, writing, reading and checking manifests, and scanning a folder of models. Bytes are verified against them
+by `loader` and `disk`. A manifest lies beside its model's files (`MANIFEST_NAME`); paths in it are relative to that
+folder.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ __all__ = [
 
 MANIFEST_NAME = "prefetcher.manifest.json"
 
-#: The unit of reading and of digests: large enough that a disk's queue stays full, small enough that a bad block costs little.
+#: The unit of reading and of digests: large enough that a disk's queue stays full, small enough that a bad block costs
+#: little.
 BLOCK_BYTES = 16 << 20
 
 _FORMAT = 1
@@ -46,7 +48,9 @@ _HEX = frozenset("0123456789abcdef")
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file. `blocks` are the xxh3_128 digests of its 16 MiB blocks in order; `mtime_ns` and `inode` those at its hashing."""
+    """One file. `blocks` are the xxh3_128 digests of its 16 MiB blocks in order; `mtime_ns` and `inode` those at its
+    hashing.
+    """
 
     path: str
     bytes: int
@@ -115,7 +119,8 @@ def block_digest(block: bytes | memoryview) -> str:
 
 @contextmanager
 def open_weights_file(folder: Path, relative: str, *, model: str, direct: bool = False) -> Iterator[int]:
-    """A read-only descriptor of a regular file inside `folder`. `direct` asks for O_DIRECT and raises OSError where there is none.
+    """A read-only descriptor of a regular file inside `folder`. `direct` asks for O_DIRECT and raises OSError where
+    there is none.
 
     Raises:
         ManifestError: the path, or a link on it, leads out of the folder, or is no regular file.
@@ -152,7 +157,7 @@ def _open_inside(folder: Path, relative: str, model: str, flags: int) -> int:
 
 
 def _weight_paths(folder: Path) -> list[str]:
-    """Relative paths of the safetensors files under `folder`, sorted; hidden folders and linked folders are left out."""
+    """Relative paths of the safetensors files under `folder`, sorted; hidden and linked folders are left out."""
     found: list[str] = []
     pickled: list[Path] = []
     for root, folders, names in os.walk(folder):
@@ -199,7 +204,8 @@ def _read_exactly(fd: int, view: memoryview, offset: int) -> int:
 def make_manifest(
     folder: Path, *, model: str | None = None, version: str | None = None, progress: Callable[[int], None] | None = None
 ) -> Manifest:
-    """Reads every weight file of one model. `progress` is told the bytes of each block read. Version: `version`, else a digest of all.
+    """Reads every weight file of one model. `progress` is told the bytes of each block read. Version: `version`, else a
+    digest of all.
 
     Raises:
         ModelNotFoundError: the folder holds no weights.
@@ -261,7 +267,9 @@ def _write(folder: Path, manifest: Manifest) -> None:
 
 
 def _model_folders(folder: Path) -> list[Path]:
-    """`folder` itself when it holds weights or a manifest, else its subfolders that are not hidden; each must lie inside it."""
+    """`folder` itself when it holds weights or a manifest, else its subfolders that are not hidden; each must lie
+    inside it.
+    """
     if not folder.is_dir():
         raise ModelNotFoundError(f"{folder} is not a folder; name the folder that holds the models")
     if any(folder.glob("*.safetensors")) or (folder / MANIFEST_NAME).exists():
@@ -301,7 +309,8 @@ def _is_hex(text: str, digits: int) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in a model's folder, checked in itself and against names, links and sizes of the files; no weight byte is read.
+    """The manifest in a model's folder, checked in itself and against names, links and sizes of the files; no weight
+    byte is read.
 
     Raises:
         ManifestError: missing, malformed, inconsistent, or it leads out of the folder.
@@ -361,7 +370,8 @@ def check_manifest(manifest: Manifest, *, where: str) -> None:
 
 
 def scan_models_folder(folder: Path) -> Catalog:
-    """Every model under `folder` with a manifest that fits its files; what is refused is kept with its error, never raised.
+    """Every model under `folder` with a manifest that fits its files; what is refused is kept with its error, never
+    raised.
 
     Raises:
         ModelNotFoundError: `folder` is no folder.

@@ -1,7 +1,9 @@
-"""What a client and the agent say to each other over the lease socket: JSON lines, and read-only descriptors beside them.
+"""What a client and the agent say to each other over the lease socket: JSON lines, and read-only descriptors beside
+them.
 
-Covers the messages, their framing and where the socket is. No pickle: a message is one of the types below or the connection ends.
-A `Granted` line is followed by `Descriptors` lines, each sent with up to `FDS_A_MESSAGE` descriptors (SCM_RIGHTS), in file order.
+Covers the messages, their framing and where the socket is. No pickle: a message is one of the types below or the
+connection ends. A `Granted` line is followed by `Descriptors` lines, each sent with up to `FDS_A_MESSAGE` descriptors
+(SCM_RIGHTS), in file order.
 """
 
 from __future__ import annotations
@@ -136,7 +138,9 @@ def error_of(failed: Failed) -> PrefetcherError:
 
 
 class Connection:
-    """One side of a connected socket. Sending is safe from several threads when the caller holds one lock for it; reading is not."""
+    """One side of a connected socket. Sending is safe from several threads when the caller holds one lock for it;
+    reading is not.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

@@ -1,7 +1,8 @@
 """`prefetcher bench load`: from prefetch order to leased tensors in another process, over `cat` of the same cold files.
 
-Covers a live measurement with real files, real digests, the real socket and a second process; not the planner (the order is given). Rounds
-alternate, and every ratio is of two runs beside each other. The clock is the machine's: this measures the machine.
+Covers a live measurement with real files, real digests, the real socket and a second process; not the planner (the
+order is given). Rounds alternate, and every ratio is of two runs beside each other. The clock is the machine's: this
+measures the machine.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def run(
 ) -> dict[str, Any]:
     """Measures and returns {"figures", "peers", "machine"}; ratios are medians over paired rounds, seconds are medians.
 
-    `folder` is where the files are made and removed again; it must be on the disk to be measured. `json_out` gets the same as JSON.
+    `folder` is where the files are made and removed again; it must be on the disk to be measured. `json_out` gets the
+    same as JSON.
 
     Raises:
         InputError: the folder's files can't be made cold (a filesystem in memory).
