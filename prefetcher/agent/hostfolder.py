@@ -42,7 +42,7 @@ def _address(view: memoryview) -> int:
 
 
 def populate(view: memoryview, start: int, end: int) -> None:
-    """Faults bytes [start, end) of a mapping in without the interpreter's lock. Where the kernel can't, reading will."""
+    """Faults in bytes [start, end) of a mapping without the interpreter's lock. Where the kernel can't, reads will."""
     _libc.madvise(ctypes.c_void_p(_address(view) + start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE)
 
 
