@@ -91,18 +91,19 @@ def sizes_of_folder(folder: str | Path) -> dict[str, int]:
         raise InputError("no such folder of models; name the folder that holds one folder per model", path=str(folder))
     sizes: dict[str, int] = {}
     for at, folders, files in os.walk(root, followlinks=True):
-        folders.sort()
+        here = os.path.realpath(at)
+        # A link to a folder above would be walked for ever.
+        inside = {f: os.path.realpath(os.path.join(at, f)) for f in sorted(folders)}
+        folders[:] = [f for f, real in inside.items() if not f"{here}/".startswith(f"{real}/")]
         for name in sorted(files):
             if not name.endswith(".safetensors"):
                 continue
-            inside = Path(at).relative_to(root)
-            model = inside.as_posix() if inside.parts else name.removesuffix(".safetensors")
+            below = Path(at).relative_to(root)
+            model = below.as_posix() if below.parts else name.removesuffix(".safetensors")
             try:
                 sizes[model] = sizes.get(model, 0) + os.stat(os.path.join(at, name)).st_size
             except OSError as error:
                 raise InputError(f"the file cannot be read: {error.strerror}", path=os.path.join(at, name)) from error
-        if len(Path(at).relative_to(root).parts) >= 6:
-            folders.clear()
     sizes = {model: size for model, size in sizes.items() if size > 0}
     if not sizes:
         raise InputError(

@@ -241,7 +241,8 @@ def _require(where: str, found: dict[str, list[str]], field_map: FieldMap, names
         if not found[column]:
             looked = " or ".join(field_map[column])
             raise InputError(
-                f"has no column {looked}; it has {first_few(names, 12) or 'none'}; name the right one with --map {column}=COLUMN",
+                f"has no column {looked}; it has {first_few(names, 12) or 'none'}; "
+                f"name the right one with --map {column}=COLUMN",
                 path=where,
             )
 
@@ -353,7 +354,9 @@ def _json_lines(where: str, source: _Peeked, field_map: FieldMap) -> Iterator[Ra
     line = 1
     for block in _blocks(where, source, quoted=False):
         if not known:
-            schema = _json_schema(block.split(b"\n")[:_SAMPLE_LINES], field_map)
+            sample = [r for r in map(_record, block.split(b"\n")[:_SAMPLE_LINES]) if isinstance(r, dict)]
+            _require_in(where, sample, field_map)
+            schema = _json_schema(sample, field_map)
             known = True
         rows = _json_block(block, schema, field_map, line) if schema is not None else None
         if rows is None:
@@ -384,11 +387,19 @@ def _json_block(block: bytes, schema: Any, field_map: FieldMap, line: int) -> Ra
     return RawRows(columns, np.arange(line, line + batch.num_rows, dtype=np.int64))
 
 
-def _json_schema(sample: list[bytes], field_map: FieldMap) -> Any:
+def _require_in(where: str, sample: list[dict[str, Any]], field_map: FieldMap) -> None:
+    if sample:
+        found = {
+            column: [p for p in paths if any(_lookup(r, p) is not None for r in sample)]
+            for column, paths in field_map.items()
+        }
+        _require(where, found, field_map, list(dict.fromkeys(key for record in sample for key in record)))
+
+
+def _json_schema(records: list[dict[str, Any]], field_map: FieldMap) -> Any:
     """Types of the mapped fields, from a sample; None when they have several types each, so that every line is read on
     its own.
     """
-    records = [r for r in map(_record, sample) if isinstance(r, dict)]
     tree: dict[str, Any] = {}
     for column, paths in field_map.items():
         for path in paths:
@@ -471,4 +482,5 @@ def _json_list(where: str, source: _Peeked, field_map: FieldMap) -> Iterator[Raw
         raise InputError(
             "is neither a JSON list nor JSON lines; write one record a line", path=where, line=line
         ) from error
+    _require_in(where, [r for r in entries[:_SAMPLE_LINES] if isinstance(r, dict)], field_map)
     yield _json_records(enumerate(entries, 1), field_map)

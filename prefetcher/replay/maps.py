@@ -83,8 +83,8 @@ def parse_map(text: str | Mapping[str, str] | FieldMap | None) -> FieldMap:
         if not equals:
             if column not in SHIPPED:
                 raise SettingsError(
-                    f"no shipped field map is called {column!r}; there are {', '.join(sorted(SHIPPED))}; or name fields yourself, as in "
-                    "ts=startTime,model=request.model"
+                    f"no shipped field map is called {column!r}; there are {', '.join(sorted(SHIPPED))}; "
+                    "or name fields yourself, as in ts=startTime,model=request.model"
                 )
             result.update(SHIPPED[column])
             continue

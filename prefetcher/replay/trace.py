@@ -317,8 +317,8 @@ class _Reader:
         unknown = sorted(name for name in logged if name not in sizes)
         if unknown and default_bytes is None:
             raise InputError(
-                f"{len(unknown)} of its {len(logged)} models have no size: {first_few(unknown)}; add them to the catalog or give "
-                "--default-bytes",
+                f"{len(unknown)} of its {len(logged)} models have no size: {first_few(unknown)}; "
+                "add them to the catalog or give --default-bytes",
                 path=self.path,
             )
         if unknown and sizes:
