@@ -1,0 +1,277 @@
+"""`report.html`: one file that opens without a network and says what a replay found, to people who will decide on it.
+
+Covers the page's words, tables and assembly; what is drawn is `report_figures`, the sentence at the top `verdict`. The
+same replay gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from prefetcher.replay.accounts import PolicyLogs
+from prefetcher.replay.frontier import FrontierPoint, knows_future
+from prefetcher.replay.report_figures import (
+    Figure,
+    frontier_figure,
+    models_figure,
+    scored_waits,
+    waits_figure,
+    week_figure,
+)
+from prefetcher.replay.trace import Trace
+from prefetcher.replay.verdict import Verdict, best_rival, judge, plain_number
+
+__all__ = ["write_report"]
+
+#: Lines that can still be told apart in the chart of waits.
+_CURVES = 6
+
+
+def write_report(
+    path: str | Path,
+    summary: Mapping[str, Any],
+    tables_by_policy: Mapping[str, PolicyLogs],
+    frontier_points: Sequence[FrontierPoint],
+    trace: Trace,
+    *,
+    tz: str | None = None,
+    ours: str = "ours",
+) -> Verdict:
+    """Write the report of a replay and return its verdict.
+
+    `summary` is `{"input", "policies"}` as in summary.json, its input with `scored_from_s`, `end_s` and, where there is
+    one, `price`. `frontier_points` are ours at other prices; the policies' own points are added. `tz` is the zone of
+    the week's hours, the log's unless given. Only the few policies that are drawn are taken from `tables_by_policy`.
+    """
+    described, policies = summary["input"], list(summary["policies"])
+    scored_from_s, hours = described["scored_from_s"], (described["end_s"] - described["scored_from_s"]) / 3600.0
+    price = described.get("price")
+    verdict = judge(policies, hours, price_s_per_gb_h=price or 0.0, frontier=frontier_points, ours=ours)
+    shown = _shown(policies, ours)
+    points = [
+        FrontierPoint(p["policy"], p["held_gb_h"], p["cold_seconds"], price if p["policy"] == ours else None)
+        for p in policies
+    ]
+    points += [
+        p
+        for p in frontier_points
+        if (p.policy, p.held_gb_h, p.cold_seconds) not in {(q.policy, q.held_gb_h, q.cold_seconds) for q in points}
+    ]
+    rows_of = {
+        policy: scored_waits(tables_by_policy[policy], scored_from_s, trace.models)
+        for policy in shown
+        if policy in tables_by_policy
+    }
+    figures = [
+        frontier_figure(points, hours or 1.0, shown),
+        waits_figure({policy: wait for policy, (_, wait, _) in rows_of.items()}, shown),
+    ]
+    rival = best_rival(policies, ours)
+    pair = [p for p in (ours, rival["policy"] if rival else None) if p in rows_of]
+    if len(pair) == 2:
+        mine, theirs = rows_of[pair[0]], rows_of[pair[1]]
+        figures.append(models_figure(mine[:2], theirs[:2], pair[1], trace.models, trace.bytes_))
+    figures.append(week_figure({policy: rows_of[policy][2] for policy in pair or list(rows_of)[:1]}, tz or trace.tz))
+    page = _page(verdict, described, policies, hours, figures, trace, ours)
+    Path(path).write_text(page, encoding="utf-8")
+    return verdict
+
+
+def _shown(policies: Sequence[Mapping[str, Any]], ours: str) -> list[str]:
+    """The policies that get a curve: ours, the best rival, lru, then the best of the rest, at most `_CURVES`."""
+    rival = best_rival(policies, ours)
+    by_waiting = [p["policy"] for p in sorted(policies, key=lambda p: (p["cold_seconds"], p["policy"]))]
+    first = [ours, rival["policy"] if rival else ours, "lru", *by_waiting]
+    return [p for p in dict.fromkeys(first) if p in by_waiting][:_CURVES]
+
+
+def _page(
+    verdict: Verdict,
+    described: Mapping[str, Any],
+    policies: Sequence[Mapping[str, Any]],
+    hours: float,
+    figures: Sequence[Figure],
+    trace: Trace,
+    ours: str,
+) -> str:
+    from plotly.offline import get_plotlyjs
+
+    drawn = {f.key: {"data": f.data, "layout": f.layout} for f in figures if f.data}
+    # `</` would end the script element that holds it.
+    figures_json = json.dumps(drawn, ensure_ascii=False, sort_keys=True, allow_nan=False).replace("</", "<\\/")
+    head, _, tail = verdict.line.partition("; ")
+    here = files("prefetcher.replay")
+    by_key = {f.key: f for f in figures}
+    sections = [_table_section(policies, hours, ours)]
+    sections += [_figure_section(by_key[key]) for key in ("frontier", "waits", "models", "week") if key in by_key]
+    sections += [_problems_section(trace), _method_section(described, ours)]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en" data-theme="light">',
+            '<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>Replay: {escape(verdict.line)}</title>",
+            f"<style>{(here / 'report.css').read_text(encoding='utf-8')}</style></head>",
+            "<body><main>",
+            f"<header><span><b>prefetcher</b> replay of {escape(str(described.get('log', trace.path)))}</span>",
+            '<button id="theme" type="button">Light or dark</button></header>',
+            f"<h1>{escape(head)}{f'<small>{escape(tail)}</small>' if tail else ''}</h1>",
+            f'<p class="lede">{escape(_lede(described, hours, trace))}</p>',
+            _facts(verdict, policies, hours, ours),
+            *sections,
+            "</main>",
+            f'<script id="figures" type="application/json">{figures_json}</script>',
+            f"<script>{get_plotlyjs()}</script>",
+            f"<script>{(here / 'report.js').read_text(encoding='utf-8')}</script>",
+            "</body></html>\n",
+        ]
+    )
+
+
+def _lede(described: Mapping[str, Any], hours: float, trace: Trace) -> str:
+    span = f"{plain_number(hours / 24)} days" if hours >= 48 else f"{plain_number(hours)} hours"
+    text = f"A simulation over {len(trace):,} requests for {len(trace.models):,} models; the last {span} are scored"
+    if described.get("warmup_ratio"):
+        text += f", after a warm-up of {described['warmup_ratio']:.0%}"
+    return text + ". No weights were moved to make this page."
+
+
+def _facts(verdict: Verdict, policies: Sequence[Mapping[str, Any]], hours: float, ours: str) -> str:
+    mine = next((p for p in policies if p["policy"] == ours), None)
+    rival = next((p for p in policies if p["policy"] == verdict.rival), None)
+    if mine is None or rival is None or hours <= 0:
+        return ""
+    name = escape(rival["policy"])
+    cards = [
+        (
+            "Waiting",
+            mine["cold_seconds"] / hours,
+            "s an hour",
+            f"{plain_number(rival['cold_seconds'] / hours)} with {name}",
+        ),
+        ("Cold starts", mine["cold_starts"], f"of {mine['requests']:,}", f"{rival['cold_starts']:,} with {name}"),
+        ("Held", mine["held_gb_h"] / hours, "GB, mean", f"{plain_number(rival['held_gb_h'] / hours)} with {name}"),
+        (
+            "Held and idle",
+            mine["idle_gb_h"] / hours,
+            "GB, mean",
+            f"{plain_number(rival['idle_gb_h'] / hours)} with {name}; {plain_number(mine['wasted_gb_h'] / hours)} in prefetches never used",
+        ),
+    ]
+    inner = "".join(
+        f"<div><dt>{title}</dt><dd>{plain_number(value)} <span>{unit}</span></dd><p>{beside}</p></div>"
+        for title, value, unit, beside in cards
+    )
+    return f'<dl class="facts">{inner}</dl>'
+
+
+def _table_section(policies: Sequence[Mapping[str, Any]], hours: float, ours: str) -> str:
+    most = max((p["cold_seconds"] for p in policies), default=0.0) or 1.0
+    head = (
+        "policy",
+        "waiting, s an hour",
+        "cold starts",
+        "p50, s",
+        "p95, s",
+        "p99, s",
+        "GB held",
+        "GB idle",
+        "GB wasted",
+        "GB early",
+    )
+    head += ("GB moved", "prefetches", "accuracy", "timeliness", "coverage", "pollution")
+    body = []
+    for p in sorted(policies, key=lambda p: (p["cold_seconds"], p["policy"])):
+        kind = "ours" if p["policy"] == ours else "future" if knows_future(p["policy"]) else ""
+        width = 100 * p["cold_seconds"] / most
+        cells = [f'<td class="bar">{_cell(_over(p["cold_seconds"], hours))}<i style="width:{width:.1f}%"></i></td>']
+        texts = [f"{p['cold_starts']:,}", *(_cell(p[f"wait_{q}_s"]) for q in ("p50", "p95", "p99"))]
+        texts += [_cell(_over(p[f"{part}_gb_h"], hours)) for part in ("held", "idle", "wasted", "early")]
+        texts += [_cell(p["moved_gb"]), f"{p['prefetches']:,}"]
+        texts += [_percent(p[ratio]) for ratio in ("accuracy", "timeliness", "coverage", "pollution")]
+        cells += [f"<td>{text}</td>" for text in texts]
+        body.append(f'<tr class="{kind}"><th scope="row">{escape(p["policy"])}</th>{"".join(cells)}</tr>')
+    heads = "".join(f'<th scope="col">{escape(h)}</th>' for h in head)
+    future = " Those in italics know the future: what is possible, not what can be run." if any(
+        knows_future(p["policy"]) for p in policies
+    ) else ""  # fmt: skip
+    return (
+        "<section><h2>What would have been saved</h2><p>All policies over the same requests, the least waiting first; GB are means over "
+        f"the scored time.{future}</p>"
+        f'<div class="card scroll" tabindex="0"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(body)}</tbody></table></div></section>'
+    )
+
+
+def _figure_section(figure: Figure) -> str:
+    chart = ""
+    if figure.data:
+        label = escape(f"{figure.title}. {figure.note} The same as a table follows.", quote=True)
+        chart = f'<div class="card chart" id="chart-{figure.key}" role="img" aria-label="{label}"></div>'
+    table = ""
+    if figure.rows:
+        heads = "".join(f'<th scope="col">{escape(h)}</th>' for h in figure.head)
+        body = "".join(
+            f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+            for row in figure.rows
+        )
+        table = (
+            f'<details><summary>As a table</summary><div class="card scroll small" tabindex="0"><table><thead><tr>{heads}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div></details>"
+        )
+    return f"<section><h2>{escape(figure.title)}</h2><p>{escape(figure.note)}</p>{chart}{table}</section>"
+
+
+def _problems_section(trace: Trace) -> str:
+    lines = trace.problems.lines()
+    if trace.zoneless:
+        lines.append(f"{trace.zoneless:,} times have no zone and were read as {trace.tz}")
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    what = f'<div class="card pad"><ul>{items}</ul></div>' if lines else ""
+    said = f"Of {trace.rows_read:,} rows read, {len(trace):,} were replayed."
+    return f"<section><h2>Problems in the log</h2><p>{said}{'' if lines else ' Nothing was wrong with them.'}</p>{what}</section>"
+
+
+def _method_section(described: Mapping[str, Any], ours: str) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{escape(key.replace("_", " "))}</th><td>{escape(_setting(value))}</td></tr>'
+        for key, value in described.items()
+        if key not in ("problems", "first_problems")
+    )
+    facts = (
+        f"Every policy was run over the log by a simulation with a virtual clock; {escape(ours)} is the code that decides in production. A "
+        "request waits from its arrival until its model's weights are ready, also when it joins a load that is under way. Each node has one "
+        "link and moves one model at a time; loads for waiting requests go before prefetches. Memory counts from the start of a transfer. "
+        "Decisions use nothing that lies ahead of them, but for the policies in italics. The four logs beside this page hold every wait, "
+        "transfer, residency and prefetch; all figures here can be computed from them."
+    )
+    return (
+        f'<section><h2>How this was computed</h2><p>{facts}</p><details><summary>Settings</summary><div class="card scroll small settings">'
+        f"<table><tbody>{rows}</tbody></table></div></details></section>"
+    )
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_setting, value)) or "none"
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:.0f}"
+    return str(value)
+
+
+def _over(value: float, hours: float) -> float | None:
+    return value / hours if hours > 0 else None
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else plain_number(value)
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
