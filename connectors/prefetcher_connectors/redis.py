@@ -173,6 +173,7 @@ class EmbeddedServer:
 
     def start(self, timeout_s: float = 20.0) -> None:
         """Starts the server and returns when it answers."""
+        self._wait_for_the_last_one(timeout_s)
         log = self._folder / "server.log"
         # fmt: off
         command = [
@@ -190,6 +191,7 @@ class EmbeddedServer:
                 preexec_fn=_end_with_parent(),
                 cwd=self._folder,
             )
+        (self._folder / "server.pid").write_text(str(self._process.pid))
         client = redis.Redis(unix_socket_path=str(self._socket), retry=Retry(ExponentialBackoff(), 0))
         deadline_s = self._clock.steady_s() + timeout_s
         never = threading.Event()
@@ -210,6 +212,26 @@ class EmbeddedServer:
         finally:
             client.close()
 
+    def _wait_for_the_last_one(self, timeout_s: float) -> None:
+        """A server whose parent was killed may still be writing: two on one folder would spoil it."""
+        try:
+            pid = int((self._folder / "server.pid").read_text())
+        except (FileNotFoundError, ValueError):
+            return
+        deadline_s = self._clock.steady_s() + timeout_s
+        never = threading.Event()
+        while self._is_ours(pid):
+            if self._clock.steady_s() > deadline_s:
+                raise UnavailableError(f"a state server, process {pid}, still uses {self._folder}; end it first")
+            self._clock.wait(never, 0.05)
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return False
+        return os.fsencode(self._socket) in command
+
     def stop(self) -> None:
         """Asks the server to save and end, and waits; ends it by force after 10 s."""
         process, self._process = self._process, None
@@ -222,3 +244,4 @@ class EmbeddedServer:
             process.kill()
             process.wait()
         self._socket.unlink(missing_ok=True)
+        (self._folder / "server.pid").unlink(missing_ok=True)

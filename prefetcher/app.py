@@ -1,0 +1,234 @@
+"""Builds the application from its settings and runs it: the only place that makes concrete classes.
+
+`App` is `prefetcher up`: state server, request log, controller, agent and HTTP endpoint in one process, each in threads of its own. What is
+started is stopped in the opposite order, whatever happens between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefetcher.agent.agent import Agent, AgentOptions
+from prefetcher.api.service import Service
+from prefetcher.clock import Clock, ScaledClock, SystemClock
+from prefetcher.config import Settings
+from prefetcher.controller.controller import Controller, ControllerOptions
+from prefetcher.controller.follow import Follower
+from prefetcher.controller.learner import Learner
+from prefetcher.core.holdout import ControlGroup
+from prefetcher.core.types import NodeName
+from prefetcher.errors import BudgetError, SettingsError, UnavailableError
+from prefetcher.telemetry.logs import log
+from prefetcher.telemetry.metrics import Metrics
+from prefetcher_connectors.files import FileStream
+from prefetcher_connectors.redis import EmbeddedServer, RedisState
+
+if TYPE_CHECKING:
+    import uvicorn
+
+__all__ = ["App"]
+
+#: A controller that has not stepped for this long hangs; a fit never runs in its thread, and planning ten thousand models takes a second.
+_CONTROLLER_STALL_S = 30.0
+_BACKLOG = 2048
+
+
+class App:
+    """Everything of one node in one process. `start`, then `wait`, then `stop`; `stop` may be called at any point and twice."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stop = threading.Event()
+        self._closing: list[tuple[str, Callable[[], None]]] = []
+        self.clock = _clock(settings)
+        self.address = ""
+
+    def start(self) -> None:
+        """Starts every part. Raises PrefetcherError and leaves nothing running when one of them can't be started."""
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> None:
+        settings = self._settings
+        _check_machine(settings)
+        listener = _listen(settings.api.host, settings.api.port)
+        self._closing.append(("listener", listener.close))
+        folder = settings.state.dir.expanduser()
+        stream = FileStream(folder / "requests", settings.stream.segment_bytes, settings.stream.keep_segments)
+        self._closing.append(("request log", stream.close))
+        state = self._open_state(folder)
+        metrics = Metrics()
+        node = NodeName(settings.node.name)
+
+        agent = Agent(_agent_options(settings, folder), state, self.clock, metrics)
+        self._closing.append(("agent", agent.close))
+        agent.start()
+        controller = self._start_controller(stream, state, agent, metrics)
+        service = Service(
+            node, stream, state, agent, self.clock, metrics, controller.wake, lambda: _check_controller(controller, self.clock)
+        )
+        metrics.prefetching.set(1.0 if service.switched_on() else 0.0)
+        if settings.stream.follow is not None:
+            follower = Follower(
+                settings.stream.follow, stream, self.clock, metrics, controller.wake, settings.stream.map, settings.stream.tz
+            )
+            self._run_thread("follow", follower.run)
+        self._serve(service, listener)
+
+    def _open_state(self, folder: Path) -> RedisState:
+        url = self._settings.state.url
+        if url is None:
+            server = EmbeddedServer(folder / "state")
+            server.start()
+            self._closing.append(("state server", server.stop))
+            url = server.url
+        state = RedisState(url)
+        self._closing.append(("state", state.close))
+        return state
+
+    def _start_controller(self, stream: FileStream, state: RedisState, agent: Agent, metrics: Metrics) -> Controller:
+        decision = self._settings.decision
+        node = NodeName(self._settings.node.name)
+        group = ControlGroup(share=decision.control_ratio, seed=decision.seed)
+        controller = Controller(
+            stream,
+            state,
+            Learner(lambda: _predictor(decision.seed)),
+            self.clock,
+            metrics,
+            ControllerOptions((node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s),
+            arm_of=group.arm,
+            on_rows=agent.requested,
+            on_plan=lambda node: agent.plan_written(),
+        )
+        controller.start()
+        agent.on_order_ended = lambda decision_id: controller.order_ended(node, decision_id)
+        self._run_thread("controller", controller.run)
+        return controller
+
+    def _run_thread(self, name: str, run: Callable[[threading.Event], None]) -> None:
+        stop = threading.Event()
+        thread = threading.Thread(target=run, args=(stop,), name=name)
+        thread.start()
+
+        def end() -> None:
+            stop.set()
+            thread.join()
+
+        self._closing.append((name, end))
+
+    def _serve(self, service: Service, listener: socket.socket) -> None:
+        import uvicorn
+
+        from prefetcher.api.endpoint import make_endpoint
+
+        config = uvicorn.Config(
+            make_endpoint(service, self._settings.api.body_limit_bytes),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=5,
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
+        thread.start()
+        self._closing.append(("endpoint", lambda: _end_server(server, thread)))
+        host, port = listener.getsockname()[:2]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        log().info("ready", url=self.address, node=self._settings.node.name, observe=self._settings.decision.observe)
+
+    def wait(self) -> None:
+        """Returns when `ask_to_stop` was called."""
+        self._stop.wait()
+
+    def ask_to_stop(self) -> None:
+        """May be called from a signal handler."""
+        self._stop.set()
+
+    def stop(self) -> None:
+        """Stops every part that was started, the last one first; one that fails doesn't keep the others from it."""
+        while self._closing:
+            name, close = self._closing.pop()
+            try:
+                close()
+            except (OSError, UnavailableError) as exc:
+                log().error("not_stopped_cleanly", part=name, reason=str(exc))
+
+
+def _end_server(server: uvicorn.Server, thread: threading.Thread) -> None:
+    server.should_exit = True
+    thread.join(10.0)
+
+
+def _clock(settings: Settings) -> Clock:
+    if settings.clock.speed == 1.0 and settings.clock.origin_s is None:
+        return SystemClock()
+    if settings.clock.origin_s is None:
+        raise SettingsError("clock.speed needs clock.origin_s: the time at the start, in seconds since 1970 UTC")
+    return ScaledClock(settings.clock.speed, settings.clock.origin_s)
+
+
+def _predictor(seed: int) -> object:
+    from prefetcher_models.hazard import Hazard, HazardSettings
+
+    return Hazard(HazardSettings(seed=seed))
+
+
+def _check_machine(settings: Settings) -> None:
+    folder = settings.node.models_dir.expanduser()
+    if not folder.is_dir():
+        raise SettingsError(f"no folder of models at {folder}; name one with --models, one folder of safetensors files for each model")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if settings.node.host_bytes > memory:
+        raise BudgetError(
+            f"--host-bytes {settings.node.host_bytes} is more than this machine's memory, {memory} bytes; give it less"
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as exc:
+        listener.close()
+        raise UnavailableError(f"can't listen on {host} port {port}: {exc.strerror}; give another one with --port") from exc
+    return listener
+
+
+def _agent_options(settings: Settings, folder: Path) -> AgentOptions:
+    node = settings.node
+    return AgentOptions(
+        node=NodeName(node.name),
+        models_dir=node.models_dir.expanduser(),
+        host_bytes=node.host_bytes,
+        host_dir=node.host_dir,
+        lock=node.lock,
+        link_bytes_per_s=node.link_bytes_per_s,
+        socket=node.socket,
+        state_dir=folder,
+        observe=settings.decision.observe,
+        hold_s=settings.decision.hold_s,
+        price_s_per_gb_h=settings.decision.price,
+        threads=node.load_threads,
+        seed=settings.decision.seed,
+    )
+
+
+def _check_controller(controller: Controller, clock: Clock) -> str:
+    if controller.deposed:
+        return "another controller leads"
+    silent_s = clock.steady_s() - controller.alive_s
+    return f"the controller has not moved for {silent_s:.0f} s" if silent_s > _CONTROLLER_STALL_S else ""
