@@ -31,6 +31,14 @@ __all__ = ["write_report"]
 #: Lines that can still be told apart in the chart of waits.
 _CURVES = 6
 
+_METHOD = (
+    "Every policy was run over the log by a simulation with a virtual clock; {ours} is the code that decides in production. A request "
+    "waits from its arrival until its model's weights are ready, also when it joins a load that is under way. Each node has one link "
+    "and moves one model at a time; loads for waiting requests go before prefetches. Memory counts from the start of a transfer. "
+    "Decisions use nothing that lies ahead of them, but for the policies in italics. The four logs beside this page hold every wait, "
+    "transfer, residency and prefetch; all figures here can be computed from them."
+)
+
 
 def write_report(
     path: str | Path,
@@ -76,7 +84,8 @@ def write_report(
     if len(pair) == 2:
         mine, theirs = rows_of[pair[0]], rows_of[pair[1]]
         figures.append(models_figure(mine[:2], theirs[:2], pair[1], trace.models, trace.bytes_))
-    figures.append(week_figure({policy: rows_of[policy][2] for policy in pair or list(rows_of)[:1]}, tz or trace.tz))
+    cold_ts = {policy: rows_of[policy][2] for policy in pair or list(rows_of)[:1]}
+    figures.append(week_figure(cold_ts, scored_from_s, described["end_s"], tz or trace.tz))
     page = _page(verdict, described, policies, hours, figures, trace, ours)
     Path(path).write_text(page, encoding="utf-8")
     return verdict
@@ -160,7 +169,8 @@ def _facts(verdict: Verdict, policies: Sequence[Mapping[str, Any]], hours: float
             "Held and idle",
             mine["idle_gb_h"] / hours,
             "GB, mean",
-            f"{plain_number(rival['idle_gb_h'] / hours)} with {name}; {plain_number(mine['wasted_gb_h'] / hours)} in prefetches never used",
+            f"{plain_number(rival['idle_gb_h'] / hours)} with {name}; "
+            f"{plain_number(mine['wasted_gb_h'] / hours)} in prefetches never used",
         ),
     ]
     inner = "".join(
@@ -184,7 +194,7 @@ def _table_section(policies: Sequence[Mapping[str, Any]], hours: float, ours: st
         "GB wasted",
         "GB early",
     )
-    head += ("GB moved", "prefetches", "accuracy", "timeliness", "coverage", "pollution")
+    more = ("GB moved", "prefetches", "accuracy", "timeliness", "coverage", "pollution")
     body = []
     for p in sorted(policies, key=lambda p: (p["cold_seconds"], p["policy"])):
         kind = "ours" if p["policy"] == ours else "future" if knows_future(p["policy"]) else ""
@@ -196,15 +206,19 @@ def _table_section(policies: Sequence[Mapping[str, Any]], hours: float, ours: st
         texts += [_percent(p[ratio]) for ratio in ("accuracy", "timeliness", "coverage", "pollution")]
         cells += [f"<td>{text}</td>" for text in texts]
         body.append(f'<tr class="{kind}"><th scope="row">{escape(p["policy"])}</th>{"".join(cells)}</tr>')
-    heads = "".join(f'<th scope="col">{escape(h)}</th>' for h in head)
+    heads = "".join(f'<th scope="col">{escape(h)}</th>' for h in (*head, *more))
     future = " Those in italics know the future: what is possible, not what can be run." if any(
         knows_future(p["policy"]) for p in policies
     ) else ""  # fmt: skip
     return (
-        "<section><h2>What would have been saved</h2><p>All policies over the same requests, the least waiting first; GB are means over "
-        f"the scored time.{future}</p>"
-        f'<div class="card scroll" tabindex="0"><table><thead><tr>{heads}</tr></thead><tbody>{"".join(body)}</tbody></table></div></section>'
+        "<section><h2>What would have been saved</h2><p>All policies over the same requests, the least waiting first; GB are "
+        f"means over the scored time.{future}</p>{_table(heads, ''.join(body))}</section>"
     )
+
+
+def _table(heads: str, body: str, kind: str = "") -> str:
+    head = f"<thead><tr>{heads}</tr></thead>" if heads else ""
+    return f'<div class="card scroll{kind}" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
 def _figure_section(figure: Figure) -> str:
@@ -216,13 +230,10 @@ def _figure_section(figure: Figure) -> str:
     if figure.rows:
         heads = "".join(f'<th scope="col">{escape(h)}</th>' for h in figure.head)
         body = "".join(
-            f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
-            for row in figure.rows
+            f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+            for first, *rest in figure.rows
         )
-        table = (
-            f'<details><summary>As a table</summary><div class="card scroll small" tabindex="0"><table><thead><tr>{heads}</tr></thead>'
-            f"<tbody>{body}</tbody></table></div></details>"
-        )
+        table = f"<details><summary>As a table</summary>{_table(heads, body, ' small')}</details>"
     return f"<section><h2>{escape(figure.title)}</h2><p>{escape(figure.note)}</p>{chart}{table}</section>"
 
 
@@ -242,16 +253,9 @@ def _method_section(described: Mapping[str, Any], ours: str) -> str:
         for key, value in described.items()
         if key not in ("problems", "first_problems")
     )
-    facts = (
-        f"Every policy was run over the log by a simulation with a virtual clock; {escape(ours)} is the code that decides in production. A "
-        "request waits from its arrival until its model's weights are ready, also when it joins a load that is under way. Each node has one "
-        "link and moves one model at a time; loads for waiting requests go before prefetches. Memory counts from the start of a transfer. "
-        "Decisions use nothing that lies ahead of them, but for the policies in italics. The four logs beside this page hold every wait, "
-        "transfer, residency and prefetch; all figures here can be computed from them."
-    )
     return (
-        f'<section><h2>How this was computed</h2><p>{facts}</p><details><summary>Settings</summary><div class="card scroll small settings">'
-        f"<table><tbody>{rows}</tbody></table></div></details></section>"
+        f"<section><h2>How this was computed</h2><p>{escape(_METHOD.format(ours=ours))}</p>"
+        f"<details><summary>Settings</summary>{_table('', rows, ' small settings')}</details></section>"
     )
 
 

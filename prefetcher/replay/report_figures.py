@@ -66,8 +66,8 @@ def _axis(title: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def _rounded(values: npt.NDArray[np.float64]) -> list[float]:
-    return [float(f"{v:.6g}") for v in values.tolist()]
+def _rounded(values: npt.NDArray[np.float64]) -> list[float | None]:
+    return [None if v != v else float(f"{v:.6g}") for v in values.tolist()]
 
 
 def frontier_figure(points: Sequence[FrontierPoint], hours: float, shown: Sequence[str]) -> Figure:
@@ -93,13 +93,10 @@ def frontier_figure(points: Sequence[FrontierPoint], hours: float, shown: Sequen
         data.append(
             {
                 "type": "scatter",
-                "mode": "markers" if len(points) > 24 or policy == OURS else "markers+text",
+                "mode": "markers",
                 "name": policy,
                 "x": _rounded(np.array([gb for _, gb, _ in own])),
                 "y": _rounded(np.array([s for _, _, s in own])),
-                "text": [policy] * len(own),
-                "textposition": "top center",
-                "textfont": {"size": 11, "color": "@muted"},
                 "customdata": said,
                 "cliponaxis": False,
                 "marker": {
@@ -108,13 +105,14 @@ def frontier_figure(points: Sequence[FrontierPoint], hours: float, shown: Sequen
                     "symbol": "circle" if policy == OURS else _SYMBOLS[i % len(_SYMBOLS)],
                     "line": {"color": "@paper", "width": 1},
                 },
-                "hovertemplate": f"<b>{policy}</b><br>%{{x:,.4~g}} GB held<br>%{{y:,.4~g}} s of waiting an hour<br>%{{customdata}}<extra></extra>",
+                "hovertemplate": f"<b>{policy}</b><br>%{{x:,.4~g}} GB held<br>%{{y:,.4~g}} s of waiting an hour"
+                "<br>%{customdata}<extra></extra>",
             }
         )
     layout = {
         "xaxis": _axis("GB held, mean", rangemode="tozero"),
         "yaxis": _axis("seconds of waiting an hour", rangemode="tozero"),
-        "showlegend": False,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
     }
     rows = [
         (p.policy, "" if p.price is None else f"{p.price:g}", plain_number(gb), plain_number(s))
@@ -186,7 +184,7 @@ def models_figure(
     """Seconds of waiting that ours saves per model against the rival; each side is (model of each row, wait of each
     row).
     """
-    mine, theirs = (np.bincount(m, weights=w, minlength=len(models)) for m, w in (ours, rival))
+    mine, theirs = (np.bincount(m, weights=w, minlength=len(models)).astype(np.float64) for m, w in (ours, rival))
     requests = np.bincount(ours[0], minlength=len(models))
     saved = theirs - mine
     order = np.argsort(-saved, kind="stable")
@@ -214,7 +212,7 @@ def models_figure(
     bars = {
         "type": "bar",
         "orientation": "h",
-        "x": _rounded(saved[chosen]),
+        "x": _rounded(saved[np.array(chosen)]),
         "y": list(range(len(chosen))),
         "customdata": [[models[i], f"{sizes[i] / 1e9:,.3g}", int(requests[i])] for i in chosen],
         "marker": {"color": ["@ours" if saved[i] > 0 else "@loss" for i in chosen]},
@@ -234,10 +232,14 @@ def models_figure(
     return Figure("models", "Which models profit, and which don't", note, [bars], layout, head, rows)
 
 
-def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], tz: str) -> Figure:
-    """When in the week cold starts fall, by local hour: one map a policy, on one colour scale."""
-    grids = {policy: _by_hour(ts, tz) for policy, ts in cold_ts.items()}
-    most = max((int(g.max()) for g in grids.values()), default=0)
+def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], from_s: float, to_s: float, tz: str) -> Figure:
+    """When in the week cold starts fall, by local hour: their mean number in such an hour of [from_s, to_s), one map a
+    policy.
+    """
+    # Each minute of the scored time tells how often an hour of the week occurs in it, so that half weeks don't mislead.
+    there = _by_hour(np.arange(from_s, to_s, 60.0), tz) / 60.0
+    grids = {policy: _by_hour(ts, tz) / np.maximum(there, 1.0 / 60.0) for policy, ts in cold_ts.items()}
+    most = max((float(g.max()) for g in grids.values()), default=0.0)
     title, head = "When cold starts fall", ("policy", "day", *(f"{h:02d}" for h in range(24)))
     if not most:
         return Figure("week", title, "There were no cold starts in the scored time.", head=head)
@@ -255,7 +257,7 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], tz: str) -> Figu
         data.append(
             {
                 "type": "heatmap",
-                "z": grid.tolist(),
+                "z": [_rounded(line) for line in np.where(there > 0, grid, np.nan)],
                 "x": list(range(24)),
                 "y": list(DAYS),
                 "xaxis": f"x{axis}",
@@ -263,7 +265,7 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], tz: str) -> Figu
                 "coloraxis": "coloraxis",
                 "xgap": 2,
                 "ygap": 2,
-                "hovertemplate": f"<b>{policy}</b><br>%{{y}} %{{x}}:00-%{{x}}:59<br>%{{z:,}} cold starts<extra></extra>",
+                "hovertemplate": f"<b>{policy}</b><br>%{{y}} %{{x}}:00-%{{x}}:59<br>%{{z:.3~g}} cold starts in the hour<extra></extra>",
             }
         )
         hours = {
@@ -285,7 +287,7 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], tz: str) -> Figu
         }
         layout["annotations"].append(
             {
-                "text": f"<b>{policy}</b>  {int(grid.sum()):,} cold starts",
+                "text": f"<b>{policy}</b>  {len(cold_ts[policy]):,} cold starts",
                 "xref": "paper",
                 "yref": "paper",
                 "x": 0,
@@ -293,13 +295,13 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], tz: str) -> Figu
             }
             | {"xanchor": "left", "yanchor": "bottom", "showarrow": False, "font": {"color": "@ink", "size": 13}}
         )
-        rows += [(policy, day, *(f"{n:,}" for n in line)) for day, line in zip(DAYS, grid.tolist(), strict=True)]
+        rows += [(policy, day, *(plain_number(n) for n in line)) for day, line in zip(DAYS, grid.tolist(), strict=True)]
     layout["coloraxis"] = {
         "cmin": 0,
         "cmax": most,
         "colorscale": [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]],
         "colorbar": {
-            "title": {"text": "cold starts", "side": "top"},
+            "title": {"text": "cold starts in an hour", "side": "top"},
             "orientation": "h",
             "thickness": 10,
             "len": 0.5,
@@ -309,7 +311,9 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], tz: str) -> Figu
         | {"y": 0, "yanchor": "top", "yref": "paper", "ypad": 34, "outlinewidth": 0, "nticks": 4},
     }
     layout["margin"] = {"l": 48, "r": 12, "t": 30, "b": 110}
-    return Figure("week", title, "Cold starts by day and hour, summed over the scored weeks.", data, layout, head, rows)
+    return Figure(
+        "week", title, f"The mean number of cold starts in each hour of the week, {tz}.", data, layout, head, rows
+    )
 
 
 def scored_waits(logs: PolicyLogs, scored_from_s: float, models: Sequence[str]) -> tuple[Any, Any, Any]:
