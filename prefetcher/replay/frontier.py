@@ -37,7 +37,7 @@ def knows_future(policy: str) -> bool:
 
 
 def lower_hull(points: Iterable[FrontierPoint]) -> list[FrontierPoint]:
-    """The lower convex hull by rising GB·h, from the least held to the fewest cold seconds; beyond, more buys nothing."""
+    """The lower convex hull by rising GB·h, from least held to fewest cold seconds; beyond, more buys nothing."""
     hull: list[FrontierPoint] = []
     for point in sorted(set(points), key=lambda p: (p.held_gb_h, p.cold_seconds, p.price or 0.0)):
         if hull and point.cold_seconds >= hull[-1].cold_seconds:

@@ -32,11 +32,12 @@ __all__ = ["write_report"]
 _CURVES = 6
 
 _METHOD = (
-    "Every policy was run over the log by a simulation with a virtual clock; {ours} is the code that decides in production. A request "
-    "waits from its arrival until its model's weights are ready, also when it joins a load that is under way. Each node has one link "
-    "and moves one model at a time; loads for waiting requests go before prefetches. Memory counts from the start of a transfer. "
-    "Decisions use nothing that lies ahead of them, but for the policies in italics. The four logs beside this page hold every wait, "
-    "transfer, residency and prefetch; all figures here can be computed from them."
+    "Every policy was run over the log by a simulation with a virtual clock; {ours} is the code that decides in "
+    "production. A request waits from its arrival until its model's weights are ready, also when it joins a "
+    "load that is under way. Each node has one link and moves one model at a time; loads for waiting requests "
+    "go before prefetches. Memory counts from the start of a transfer. Decisions use nothing that lies ahead of "
+    "them, but for the policies in italics. The four logs beside this page hold every wait, transfer, residency "
+    "and prefetch; all figures here can be computed from them."
 )
 
 
@@ -194,7 +195,7 @@ def _table_section(policies: Sequence[Mapping[str, Any]], hours: float, ours: st
         "GB wasted",
         "GB early",
     )
-    more = ("GB moved", "prefetches", "accuracy", "timeliness", "coverage", "pollution")
+    more = ("GB moved in all", "prefetches", "accuracy", "timeliness", "coverage", "pollution")
     body = []
     for p in sorted(policies, key=lambda p: (p["cold_seconds"], p["policy"])):
         kind = "ours" if p["policy"] == ours else "future" if knows_future(p["policy"]) else ""
@@ -211,8 +212,8 @@ def _table_section(policies: Sequence[Mapping[str, Any]], hours: float, ours: st
         knows_future(p["policy"]) for p in policies
     ) else ""  # fmt: skip
     return (
-        "<section><h2>What would have been saved</h2><p>All policies over the same requests, the least waiting first; GB are "
-        f"means over the scored time.{future}</p>{_table(heads, ''.join(body))}</section>"
+        "<section><h2>What would have been saved</h2><p>All policies over the same requests, the least waiting "
+        f"first; GB are means over the scored time.{future}</p>{_table(heads, ''.join(body))}</section>"
     )
 
 
@@ -244,7 +245,8 @@ def _problems_section(trace: Trace) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     what = f'<div class="card pad"><ul>{items}</ul></div>' if lines else ""
     said = f"Of {trace.rows_read:,} rows read, {len(trace):,} were replayed."
-    return f"<section><h2>Problems in the log</h2><p>{said}{'' if lines else ' Nothing was wrong with them.'}</p>{what}</section>"
+    said += "" if lines else " Nothing was wrong with them."
+    return f"<section><h2>Problems in the log</h2><p>{said}</p>{what}</section>"
 
 
 def _method_section(described: Mapping[str, Any], ours: str) -> str:

@@ -216,7 +216,8 @@ def models_figure(
         "y": list(range(len(chosen))),
         "customdata": [[models[i], f"{sizes[i] / 1e9:,.3g}", int(requests[i])] for i in chosen],
         "marker": {"color": ["@ours" if saved[i] > 0 else "@loss" for i in chosen]},
-        "hovertemplate": "<b>%{customdata[0]}</b><br>%{x:,.4~g} s saved<br>%{customdata[1]} GB, %{customdata[2]:,} requests<extra></extra>",
+        "hovertemplate": "<b>%{customdata[0]}</b><br>%{x:,.4~g} s saved<br>%{customdata[1]} GB, "
+        "%{customdata[2]:,} requests<extra></extra>",
     }
     rows = [
         (
@@ -265,7 +266,8 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], from_s: float, t
                 "coloraxis": "coloraxis",
                 "xgap": 2,
                 "ygap": 2,
-                "hovertemplate": f"<b>{policy}</b><br>%{{y}} %{{x}}:00-%{{x}}:59<br>%{{z:.3~g}} cold starts in the hour<extra></extra>",
+                "hovertemplate": f"<b>{policy}</b><br>%{{y}} %{{x}}:00-%{{x}}:59<br>%{{z:.3~g}} cold starts in the hour"
+                "<extra></extra>",
             }
         )
         hours = {
