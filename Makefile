@@ -1,0 +1,48 @@
+# `make` lists what there is. Everything is installed into .venv from the package index that pip is set up for.
+
+VENV   := .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN    := $(VENV)/bin
+OUT    ?= demo-out
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help: ## what there is
+	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/pip.stamp:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+# The base alone: replay, live and demo need no more.
+$(VENV)/base.stamp: pyproject.toml constraints.txt $(VENV)/pip.stamp
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/base.stamp
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group dev
+	@touch $@
+
+setup: $(VENV)/dev.stamp ## everything that developing needs, in .venv
+
+demo: $(VENV)/base.stamp ## two days of traffic on real weights, with and without prefetching: under 4 minutes
+	$(BIN)/prefetcher demo --out $(OUT) $(ARGS)
+
+test: setup ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## ruff, mypy, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/base.stamp ## a benchmark: make bench NAME=load JSON=load.json [ARGS="…"]
+	@test -n "$(NAME)" || { echo 'name one: make bench NAME=load|replay|policies JSON=file.json [ARGS="…"]'; exit 2; }
+	$(BIN)/prefetcher bench $(NAME) $(if $(JSON),--json $(JSON)) $(ARGS)
+
+clean: ## removes what was built, not .venv
+	rm -rf $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find prefetcher models connectors tests -name __pycache__ -type d -prune -exec rm -rf {} +
