@@ -226,7 +226,16 @@ def _figure_section(figure: Figure) -> str:
     chart = ""
     if figure.data:
         label = escape(f"{figure.title}. {figure.note} The same as a table follows.", quote=True)
-        chart = f'<div class="card chart" id="chart-{figure.key}" role="img" aria-label="{label}"></div>'
+        keys = "".join(
+            f'<li><span style="color:var(--{role[1:]})" aria-hidden="true">{mark}</span> {escape(name)}</li>'
+            for name, role, mark in figure.legend
+        )
+        chart = (
+            '<div class="card">'
+            + (f'<ul class="legend">{keys}</ul>' if keys else "")
+            + (f'<p class="above">{escape(figure.above)}</p>' if figure.above else "")
+            + f'<div class="chart" id="chart-{figure.key}" role="img" aria-label="{label}"></div></div>'
+        )
     table = ""
     if figure.rows:
         heads = "".join(f'<th scope="col">{escape(h)}</th>' for h in figure.head)

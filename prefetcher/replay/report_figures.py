@@ -29,13 +29,16 @@ _MODELS_SHOWN = 10
 #: Waits below this are drawn at it: a log scale has no zero, and nobody notices a tenth of a second.
 _LEAST_WAIT_S = 0.1
 #: Symbols, so that points are told apart without their colour.
-_SYMBOLS = ("square", "triangle-up", "x", "cross", "star", "triangle-down", "hexagram", "bowtie")
+_SYMBOLS = ("square", "triangle-up", "x", "diamond", "cross", "triangle-down", "star", "pentagon")
+_MARKS = ("■", "▲", "✕", "◆", "✚", "▼", "★", "⬟")
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One chart and the same as a table; `note` says in a sentence what is to be seen. Without rows there is nothing to
-    draw.
+    """One chart and the same as a table; `note` says in a sentence what is to be seen; without data nothing is drawn.
+
+    `above` names the vertical axis, `legend` has the (name, colour role, mark) of each series; the page sets both as
+    text, which wraps on a phone.
     """
 
     key: str
@@ -45,6 +48,8 @@ class Figure:
     layout: dict[str, Any] = field(default_factory=dict)
     head: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
+    above: str = ""
+    legend: Sequence[tuple[str, str, str]] = ()
 
 
 def role_of(policy: str, shown: Sequence[str]) -> str:
@@ -111,8 +116,8 @@ def frontier_figure(points: Sequence[FrontierPoint], hours: float, shown: Sequen
         )
     layout = {
         "xaxis": _axis("GB held, mean", rangemode="tozero"),
-        "yaxis": _axis("seconds of waiting an hour", rangemode="tozero"),
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "yaxis": _axis("", rangemode="tozero"),
+        "showlegend": False,
     }
     rows = [
         (p.policy, "" if p.price is None else f"{p.price:g}", plain_number(gb), plain_number(s))
@@ -121,15 +126,13 @@ def frontier_figure(points: Sequence[FrontierPoint], hours: float, shown: Sequen
     note = "Down and to the left is better. The dotted line is what ours reaches at other prices of memory."
     if len(hull) <= 1:
         note = "Down and to the left is better. Ours was replayed at one price only, so it has one point and no line."
-    return Figure(
-        "frontier",
-        "Waiting against memory",
-        note,
-        data,
-        layout,
-        ("policy", "price, s per GB·h", "GB held", "s an hour"),
-        rows,
-    )
+    legend = [
+        (policy, role_of(policy, shown), "●" if policy == OURS else _MARKS[i % len(_MARKS)])
+        for i, policy in enumerate(dict.fromkeys(p.policy for p in points))
+    ]
+    head = ("policy", "price, s per GB·h", "GB held", "s an hour")
+    above = "seconds of waiting an hour"
+    return Figure("frontier", "Waiting against memory", note, data, layout, head, rows, above, legend)
 
 
 def waits_figure(waits_of: Mapping[str, npt.NDArray[np.float64]], shown: Sequence[str]) -> Figure:
@@ -167,11 +170,14 @@ def waits_figure(waits_of: Mapping[str, npt.NDArray[np.float64]], shown: Sequenc
         rows.append((policy, f"{plain_number(waiting)} %", *(f"{plain_number(float(q))} s" for q in quantiles)))
     layout = {
         "xaxis": _axis("wait, seconds (log scale)", type="log", dtick=1),
-        "yaxis": _axis("% of requests that wait longer (log scale)", type="log", dtick=1),
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "yaxis": _axis("", type="log", dtick=1, ticksuffix=" %"),
+        "showlegend": False,
     }
     note = "A lower line is better: of all scored requests, the share that waits longer than a time."
-    return Figure("waits", title, note, data, layout, head, rows)
+    legend = [(p, role_of(p, shown), "- -" if knows_future(p) else "—") for p in waits_of]
+    return Figure(
+        "waits", title, note, data, layout, head, rows, "share of requests that wait longer (log scale)", legend
+    )
 
 
 def models_figure(
@@ -198,7 +204,7 @@ def models_figure(
     chosen.reverse()
     short = [_shortened(models[i]) for i in chosen]
     layout = {
-        "xaxis": _axis(f"seconds of waiting saved against {rival_name}"),
+        "xaxis": _axis("seconds of waiting saved"),
         "yaxis": {
             "automargin": True,
             "tickmode": "array",
@@ -303,7 +309,7 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], from_s: float, t
         "cmax": most,
         "colorscale": [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]],
         "colorbar": {
-            "title": {"text": "cold starts in an hour", "side": "top"},
+            "title": {"text": "cold starts an hour", "side": "top"},
             "orientation": "h",
             "thickness": 10,
             "len": 0.5,
