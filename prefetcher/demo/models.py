@@ -1,0 +1,101 @@
+"""A dozen real models for the demo: safetensors files of random half-precision weights, about 2 GB in all.
+
+Covers making the files and manifests, and remembering what one tensor of each must hash to. Covers no serving.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from prefetcher.agent.manifest import write_manifests
+from prefetcher.errors import NoRoomError
+
+__all__ = ["MODELS", "DemoModel", "make_models"]
+
+#: Name and megabytes: 40 to 400 MB, 2.0 GB together.
+MODELS: tuple[tuple[str, int], ...] = (
+    ("chat-large", 400),
+    ("code-large", 320),
+    ("chat-small", 240),
+    ("vision", 200),
+    ("translate", 180),
+    ("summarize", 160),
+    ("speech", 140),
+    ("rerank", 120),
+    ("embed", 80),
+    ("moderate", 60),
+    ("ocr", 50),
+    ("adapter-legal", 40),
+)
+_TENSORS = 8
+_CHUNK_BYTES = 4 << 20
+#: Free space beyond the models themselves: state, logs and the page.
+_SPARE_BYTES = 200_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """A model, its tensors' bytes, and the xxh3_64 of the tensor that clients check."""
+
+    name: str
+    bytes: int
+    checked_tensor: str
+    digest: int
+
+
+def make_models(
+    folder: Path,
+    sizes: tuple[tuple[str, int], ...] = MODELS,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[DemoModel]:
+    """Writes one folder for each model, and its manifest. The same seed gives the same bytes.
+
+    Raises:
+        NoRoomError: the disk has too little free space; nothing was written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    need = sum(mb for _, mb in sizes) * 1_000_000 + _SPARE_BYTES
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise NoRoomError(
+            f"{folder} has {free / 1e9:.1f} GB free and the demo needs {need / 1e9:.1f}; name another --out"
+        )
+    rng = np.random.default_rng(seed)
+    made = []
+    for name, mb in sizes:
+        progress(f"writing {name}, {mb} MB")
+        made.append(_write_model(folder / name, name, mb * 1_000_000, rng))
+    progress("hashing manifests")
+    write_manifests(folder)
+    return made
+
+
+def _write_model(folder: Path, name: str, total: int, rng: np.random.Generator) -> DemoModel:
+    """One shard of `_TENSORS` F16 matrices, 1,024 wide."""
+    rows = total // _TENSORS // 2048
+    size = rows * 2048
+    header = {
+        f"layers.{i}.weight": {"dtype": "F16", "shape": [rows, 1024], "data_offsets": [i * size, (i + 1) * size]}
+        for i in range(_TENSORS)
+    }
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    folder.mkdir(exist_ok=True)
+    hashed = xxhash.xxh3_64()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for i in range(_TENSORS):
+            for start in range(0, size, _CHUNK_BYTES):
+                block = rng.bytes(min(_CHUNK_BYTES, size - start))
+                file.write(block)
+                if i == 0:
+                    hashed.update(block)
+    return DemoModel(name, size * _TENSORS, "layers.0.weight", hashed.intdigest())

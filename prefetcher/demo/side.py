@@ -1,0 +1,120 @@
+"""One side of the demo: sends the traffic to a node, opens and reads the tensors, and adds up the waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+import xxhash
+
+from prefetcher.agent.client import open_model
+from prefetcher.clock import Clock
+from prefetcher.demo.models import DemoModel
+from prefetcher.demo.node import DemoNode, Reading
+from prefetcher.demo.traffic import Arrival
+from prefetcher.errors import PrefetcherError
+
+__all__ = ["Served", "Side", "run_side"]
+
+#: Programs that ask at once; the rest queue in the client and would hide waiting, so there are plenty.
+_CLIENTS = 24
+_SAMPLE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request: when (seconds of the demo's clock), what it met, and how long it really waited, in seconds."""
+
+    at_s: float
+    model: str
+    found: str
+    source: str
+    wait_s: float
+
+
+@dataclass(slots=True)
+class Side:
+    """What one side did. GB·h are in hours of the demo's clock, waits in real seconds."""
+
+    name: str
+    served: list[Served] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+
+    @property
+    def waits_s(self) -> np.ndarray:
+        return np.array([s.wait_s for s in self.served])
+
+    @property
+    def cold_starts(self) -> int:
+        return sum(s.found == "absent" for s in self.served)
+
+    @property
+    def cold_seconds(self) -> float:
+        return float(sum(s.wait_s for s in self.served if s.found != "ready"))
+
+    def percentile_s(self, q: float) -> float:
+        return float(np.percentile(self.waits_s, q)) if self.served else 0.0
+
+    @property
+    def held_gb_h(self) -> float:
+        at = np.array([r.now_s for r in self.readings])
+        taken = np.array([float(r.taken_bytes) for r in self.readings])
+        return float(np.sum(np.diff(at) * (taken[1:] + taken[:-1]) / 2.0)) / 3.6e12
+
+    @property
+    def idle_gb_h(self) -> float:
+        return self.readings[-1].idle_byte_s / 3.6e12 if self.readings else 0.0
+
+    @property
+    def wasted_gb_h(self) -> float:
+        return self.readings[-1].wasted_byte_s / 3.6e12 if self.readings else 0.0
+
+
+def run_side(
+    name: str,
+    node: DemoNode,
+    arrivals: Sequence[Arrival],
+    models: Sequence[DemoModel],
+    speed: float,
+    clock: Clock,
+    progress: Callable[[int, int, Side], None] = lambda done, total, side: None,
+) -> Side:
+    """Sends every arrival at its time and waits for the last one to be served."""
+    side, guard, by_name = Side(name), threading.Lock(), {m.name: m for m in models}
+    never, start_s, next_sample_s = threading.Event(), clock.steady_s(), 0.0
+
+    def serve(arrival: Arrival) -> None:
+        begun_s = clock.steady_s()
+        try:
+            node.ask("/v1/requests", {"model": arrival.model})
+            asked_s = clock.steady_s()
+            with open_model(arrival.model, socket_path=node.socket, timeout_s=60.0) as tensors:
+                waited_s = clock.steady_s() - asked_s
+                model = by_name[arrival.model]
+                if xxhash.xxh3_64_intdigest(tensors[model.checked_tensor]) != model.digest:
+                    raise ValueError(f"{model.name}: a tensor is not what was written")
+                served = Served(arrival.at_s, arrival.model, tensors.found, tensors.source, waited_s)
+            with guard:
+                side.served.append(served)
+        except (PrefetcherError, OSError, ValueError) as exc:
+            with guard:
+                side.failed.append(f"{arrival.model} after {clock.steady_s() - begun_s:.1f} s: {exc}")
+
+    with ThreadPoolExecutor(_CLIENTS) as pool:
+        for number, arrival in enumerate(arrivals):
+            while (left_s := start_s + arrival.at_s / speed - clock.steady_s()) > 0.0:
+                if clock.steady_s() - start_s >= next_sample_s:
+                    side.readings.append(node.read())
+                    next_sample_s = clock.steady_s() - start_s + _SAMPLE_S
+                    progress(number, len(arrivals), side)
+                    continue
+                clock.wait(never, min(left_s, _SAMPLE_S))
+            pool.submit(serve, arrival)
+    side.readings.append(node.read())
+    progress(len(arrivals), len(arrivals), side)
+    side.served.sort(key=lambda s: s.at_s)
+    return side
