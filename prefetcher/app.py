@@ -6,11 +6,10 @@ started is stopped in the opposite order, whatever happens between.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +18,9 @@ from prefetcher.api.service import Service
 from prefetcher.clock import Clock, ScaledClock, SystemClock
 from prefetcher.config import Settings
 from prefetcher.controller.controller import Controller, ControllerOptions
+from prefetcher.controller.control_group import ControlGroup
 from prefetcher.controller.follow import Follower
-from prefetcher.controller.learner import Learner
-from prefetcher.core.holdout import ControlGroup
+from prefetcher.controller.learner import Learner, ScheduledPredictor
 from prefetcher.core.types import NodeName
 from prefetcher.errors import BudgetError, SettingsError, UnavailableError
 from prefetcher.telemetry.logs import log
@@ -74,12 +73,25 @@ class App:
         agent.start()
         controller = self._start_controller(stream, state, agent, metrics)
         service = Service(
-            node, stream, state, agent, self.clock, metrics, controller.wake, lambda: _check_controller(controller, self.clock)
+            node,
+            stream,
+            state,
+            agent,
+            self.clock,
+            metrics,
+            controller.wake,
+            lambda: _check_controller(controller, self.clock),
         )
         metrics.prefetching.set(1.0 if service.switched_on() else 0.0)
         if settings.stream.follow is not None:
             follower = Follower(
-                settings.stream.follow, stream, self.clock, metrics, controller.wake, settings.stream.map, settings.stream.tz
+                settings.stream.follow,
+                stream,
+                self.clock,
+                metrics,
+                controller.wake,
+                settings.stream.map,
+                settings.stream.tz,
             )
             self._run_thread("follow", follower.run)
         self._serve(service, listener)
@@ -105,7 +117,9 @@ class App:
             Learner(lambda: _predictor(decision.seed)),
             self.clock,
             metrics,
-            ControllerOptions((node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s),
+            ControllerOptions(
+                (node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s
+            ),
             arm_of=group.arm,
             on_rows=agent.requested,
             on_plan=lambda node: agent.plan_written(),
@@ -178,7 +192,7 @@ def _clock(settings: Settings) -> Clock:
     return ScaledClock(settings.clock.speed, settings.clock.origin_s)
 
 
-def _predictor(seed: int) -> object:
+def _predictor(seed: int) -> ScheduledPredictor:
     from prefetcher_models.hazard import Hazard, HazardSettings
 
     return Hazard(HazardSettings(seed=seed))
@@ -187,7 +201,9 @@ def _predictor(seed: int) -> object:
 def _check_machine(settings: Settings) -> None:
     folder = settings.node.models_dir.expanduser()
     if not folder.is_dir():
-        raise SettingsError(f"no folder of models at {folder}; name one with --models, one folder of safetensors files for each model")
+        raise SettingsError(
+            f"no folder of models at {folder}; name one with --models, one folder of safetensors files for each model"
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if settings.node.host_bytes > memory:
         raise BudgetError(
@@ -204,7 +220,9 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as exc:
         listener.close()
-        raise UnavailableError(f"can't listen on {host} port {port}: {exc.strerror}; give another one with --port") from exc
+        raise UnavailableError(
+            f"can't listen on {host} port {port}: {exc.strerror}; give another one with --port"
+        ) from exc
     return listener
 
 

@@ -98,7 +98,6 @@ class DecisionSettings(_Group):
     control_ratio: float = Field(
         default=0.03, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch"
     )
-    refit_s: float = Field(default=21_600.0, gt=0, description="seconds between fits of the hazard predictor")
     seed: int = Field(default=0, ge=0, description="seed of the control group and of fits")
 
 

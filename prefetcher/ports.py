@@ -14,6 +14,7 @@ from prefetcher.clock import Clock
 from prefetcher.core.types import RequestSeen, WeightsKey
 
 __all__ = [
+    "Acted",
     "BadRecord",
     "Clock",
     "Engine",
@@ -23,6 +24,14 @@ __all__ = [
     "WeightsCatalog",
     "WeightsEntry",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """The answer to an act: done or begun, or refused, and why."""
+
+    ok: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -16,22 +15,14 @@ from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.errors import ModelNotFoundError, UnavailableError
-from prefetcher.ports import RequestStream, StateStore
+from prefetcher.ports import Acted, RequestStream, StateStore
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
 
-__all__ = ["ACTS", "Acted", "NodeByHand", "Service"]
+__all__ = ["ACTS", "NodeByHand", "Service"]
 
 #: What can be done to a model by hand.
 ACTS = ("pin", "unpin", "load", "evict")
-
-
-@dataclass(frozen=True, slots=True)
-class Acted:
-    """The answer to an act: done or begun, or refused, and why."""
-
-    ok: bool
-    reason: str
 
 
 class NodeByHand(Protocol):

@@ -46,7 +46,6 @@ class ControllerOptions:
     tick_s: float
     hold_s: float
     snapshot_s: float
-    refit_s: float
 
 
 class Controller:
@@ -84,7 +83,6 @@ class Controller:
         self._past: dict[NodeName, dict[str, PastOrder]] = {node: {} for node in options.nodes}
         self._next_tick_s = -np.inf
         self._next_snapshot_s = -np.inf
-        self._next_refit_s = -np.inf
         self._saved_position = -1
         self._refit: Refit | None = None
         self._counted: dict[tuple[str, str], int] = {}
@@ -110,7 +108,6 @@ class Controller:
         self._saved_position = self._learner.position
         now_s = self._clock.now_s()
         self._next_snapshot_s = now_s + self._options.snapshot_s
-        self._next_refit_s = now_s
 
     def wake(self, reason: str = "") -> None:
         """Something is new in the stream; with a `reason`, plan as soon as it is taken in."""
@@ -275,16 +272,9 @@ class Controller:
         if self._refit is not None:
             if not self._refit.done.is_set():
                 return
-            taken = self._learner.finish_refit(self._refit)
-            log().info("predictor_fitted", predictor=self._refit.predictor.name, taken=taken)
+            paid = self._learner.finish_refit(self._refit)
+            log().info("predictor_fitted", predictor=self._refit.predictor.name, paid=paid)
             self._refit = None
-        if now_s < self._next_refit_s:
-            return
-        # Early on there is more to gain: a fit each time the history has doubled, at least every `refit_s`.
-        age_s = max(0.0, now_s - self._learner.traffic.origin_s) if self._learner.traffic.rows else 0.0
-        self._next_refit_s = now_s + min(self._options.refit_s, max(age_s, 2.0 * self._options.tick_s))
-        if age_s <= 0.0:
-            return
         try:
             self._refit = self._learner.start_refit(now_s)
         except PredictorError as exc:

@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from prefetcher.core.value import next_use_rate
 from prefetcher.errors import PredictorError
 from prefetcher_models.predictor import Predictor, checked
 
-__all__ = ["Learner", "NextUse", "Refit", "Taken"]
+__all__ = ["Learner", "NextUse", "Refit", "ScheduledPredictor", "Taken"]
 
 #: The window of the index: ten minutes (W of the decision).
 WINDOW = HORIZONS_S.index(600.0)
@@ -66,6 +66,13 @@ class NextUse:
         return tuple(sorted((s for s in shares if s[1] > 0.0), key=lambda s: -s[1]))
 
 
+class ScheduledPredictor(Predictor, Protocol):
+    """A predictor that says when its next fit is due."""
+
+    @property
+    def next_fit_s(self) -> float: ...
+
+
 class Learner:
     """Traffic and a predictor over named models. Not for two threads at once.
 
@@ -73,7 +80,7 @@ class Learner:
     that forecast.
     """
 
-    def __init__(self, make: Callable[[], Predictor | None]) -> None:
+    def __init__(self, make: Callable[[], ScheduledPredictor | None]) -> None:
         self._make = make
         self.traffic = Traffic()
         self.predictor = make()
@@ -197,26 +204,26 @@ class Learner:
         return rate.astype(np.float64), ""
 
     def start_refit(self, now_s: float) -> Refit | None:
-        """A fit of a copy of the predictor, to be run in another thread and then given to `finish_refit`; None while there is nothing to fit."""
+        """A fit of a copy of the predictor, for another thread and then `finish_refit`; None while none is due."""
+        if self.predictor is None or self._since_copy is not None or self.predictor.next_fit_s > now_s:
+            return None
         copy = self._make()
-        if self.predictor is None or copy is None or self._since_copy is not None:
+        if copy is None:
             return None
         copy.restore({name: array.copy() for name, array in self.predictor.snapshot().items()})
         self._since_copy = []
         return Refit(copy, now_s)
 
     def finish_refit(self, refit: Refit) -> bool:
-        """Takes over the copy if its fit paid, after it learned what came meanwhile; whether it did."""
+        """Takes the copy over after it learned what came meanwhile, unless its fit failed; whether it has new trees."""
         blocks, self._since_copy = self._since_copy or [], None
         if refit.error is not None:
             self._count(refit.predictor.name, "fit failed")
             return False
-        if not refit.paid:
-            return False
         for block in blocks:
             refit.predictor.learn(self.traffic, block)
         self.predictor = refit.predictor
-        return True
+        return refit.paid
 
     def snapshot(self) -> bytes:
         """Everything learned up to `position`."""
@@ -260,7 +267,7 @@ class Learner:
 class Refit:
     """One fit of a predictor's copy. `run` may run in any thread, once."""
 
-    def __init__(self, predictor: Predictor, now_s: float) -> None:
+    def __init__(self, predictor: ScheduledPredictor, now_s: float) -> None:
         self.predictor = predictor
         self.paid = False
         self.error: PredictorError | None = None

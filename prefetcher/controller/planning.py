@@ -105,6 +105,8 @@ def make_plan(report: NodeReport, next_use: NextUse, given: Given) -> Planned:
             order=order_of.get(k.model),
         )
         for i, k in sorted(enumerate(known), key=lambda pair: -index[pair[0]])
+        # Of a model without a row the log knows nothing; the node ranks it by its own last use.
+        if next_use.per_s[i] > 0.0 or k.model in given.pinned
     )
     plan = Plan(
         node=NodeName(report.node),

@@ -1,0 +1,494 @@
+"""The node agent: one thread owns the residency machine, hears everything as events, and has its instructions carried out.
+
+Wires the machine to the loader and the host memory (`agent.moves`), to the lease socket, and to the state store: it takes plans from there
+and reports there. Its timers are its own, so what nobody uses leaves also when the controller is gone.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from prefetcher.agent import client, protocol
+from prefetcher.agent.disk import DiskTier
+from prefetcher.agent.hostfolder import LockPolicy
+from prefetcher.agent.hostmem import HostArena
+from prefetcher.agent.lease_server import Grant, GrantedFile, Holder, LeaseServer
+from prefetcher.agent.manifest import Catalog, ModelSource, scan_models_folder
+from prefetcher.agent.moves import Moves
+from prefetcher.agent.orderbook import OrderBook
+from prefetcher.agent.report import LinkMeter, make_report
+from prefetcher.clock import Clock
+from prefetcher.controller import records
+from prefetcher.core import events as ev
+from prefetcher.core.copies import NodeLimits
+from prefetcher.core.facts import RowSeen, RowServed, TransferEnded
+from prefetcher.core.residency import ResidencyMachine
+from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen, Tier, WeightsKey
+from prefetcher.core.value import price_per_byte_s
+from prefetcher.errors import (
+    IntegrityError,
+    ModelNotFoundError,
+    NoRoomError,
+    PrefetcherError,
+    UnavailableError,
+    WeightsError,
+)
+from prefetcher.ports import Acted, StateStore
+from prefetcher.telemetry.logs import log
+from prefetcher.telemetry.metrics import Metrics
+
+__all__ = ["Agent", "AgentOptions"]
+
+#: Real seconds between looks at timers, and between reports without a change.
+_TICK_S = 0.1
+_REPORT_S = 1.0
+#: Real seconds between looks at the models folder.
+_SCAN_S = 5.0
+#: An act by hand is answered by the machine at once; longer means that the loop hangs.
+_ANSWER_S = 10.0
+#: What a person loads by hand stays an hour unused.
+_BY_HAND_HOLD_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """One node's weights and memory; names as in `config.NodeSettings`."""
+
+    node: NodeName
+    models_dir: Path
+    host_bytes: int
+    state_dir: Path
+    host_dir: Path | None = None
+    lock: LockPolicy = "auto"
+    link_bytes_per_s: float = 3.5e9
+    socket: Path | None = None
+    observe: bool = False
+    hold_s: float = 600.0
+    price_s_per_gb_h: float = 0.002
+    threads: int = 4
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Wait:
+    """Somebody in another thread waits for an answer of the loop."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    grant: ev.GrantLease | None = None
+    refusal: ev.RefuseLease | None = None
+    answer: ev.Answer | None = None
+    found: str = ""
+
+
+class Agent:
+    """One node. `start` brings it up or raises; `close` ends it and gives all memory back. Other methods are safe for threads."""
+
+    def __init__(self, options: AgentOptions, state: StateStore, clock: Clock, metrics: Metrics) -> None:
+        self._options = options
+        self._state = state
+        self._clock = clock
+        self._metrics = metrics
+        self._inbox: queue.SimpleQueue[ev.Event | Callable[[], None]] = queue.SimpleQueue()
+        self._waits: dict[str, _Wait] = {}
+        self._guard = threading.Lock()
+        self._stop = threading.Event()
+        self._loop: threading.Thread | None = None
+        self._scanner: threading.Thread | None = None
+        self._server: LeaseServer | None = None
+        self._catalog = Catalog()
+        self._by_key: dict[WeightsKey, ModelSource] = {}
+        self._disk = DiskTier()
+        self._book = OrderBook()
+        self._meter = LinkMeter(options.link_bytes_per_s, clock.now_s())
+        self._plan_due = True
+        self._reported_at_s = -1e18
+        self._changed = True
+        self._state_away = False
+        self._load_started: dict[WeightsKey, float] = {}
+        self.on_order_ended: Callable[[str], None] = lambda decision_id: None
+        self._arena: HostArena | None = None
+        self._machine = ResidencyMachine(
+            options.node,
+            NodeLimits(
+                budget_bytes={Tier.HOST: options.host_bytes},
+                link_bytes_per_s=options.link_bytes_per_s,
+                adopted_hold_s=options.hold_s,
+                observe=options.observe,
+            ),
+            seed=options.seed,
+        )
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Takes the memory, adopts what an earlier agent left, listens for leases.
+
+        Raises:
+            BudgetError, LockLimitError, UsageError: as the host memory says; nothing is left behind.
+            ModelNotFoundError: no folder of models.
+        """
+        options = self._options
+        self._arena = HostArena(options.host_bytes, folder=options.host_dir, lock=options.lock, name=options.node)
+        self._moves = Moves(self._arena, self._disk, self._clock, options.threads, self._post, self._by_key.get)
+        if self._arena.lock_warning:
+            log().warning("not_locked", reason=self._arena.lock_warning)
+        self._restore()
+        catalog = scan_models_folder(options.models_dir)
+        adopted = {copy.key for copy in self._arena.adopt(catalog.models)}
+        if adopted:
+            log().info("adopted", models=sorted(key.model for key in adopted))
+        self._take_catalog(catalog, adopted)
+        for name, error in catalog.refused.items():
+            log().warning("model_refused", folder=name, reason=str(error))
+        path = options.socket or protocol.default_run_folder() / protocol.SOCKET_NAME
+        self._server = LeaseServer(path, self)
+        self._server.start()
+        self.socket_path = path
+        self._loop = threading.Thread(target=self._run, name="agent")
+        self._loop.start()
+        self._scanner = threading.Thread(target=self._scan, name="catalog")
+        self._scanner.start()
+
+    def _restore(self) -> None:
+        switch, pins, totals = self._state.read_many(
+            [records.SWITCH, records.PINS, records.node_key(self._options.node, "totals")]
+        )
+        if switch is not None and not msgspec.json.decode(switch, type=records.Switch).on:
+            self._post(ev.SwitchedOff())
+        for model in msgspec.json.decode(pins, type=list[str]) if pins else []:
+            self._post(ev.Pinned(ModelName(model)))
+        if totals is not None:
+            self._book.resume(msgspec.json.decode(totals))
+        self._machine.links.price_per_byte_s = price_per_byte_s(self._options.price_s_per_gb_h)
+
+    def close(self) -> None:
+        """Ends leases, loads and the loop, and gives the memory back."""
+        if self._server is not None:
+            self._server.stop()
+        self._stop.set()
+        for thread in (self._scanner, self._loop):
+            if thread is not None:
+                thread.join()
+        if self._arena is not None:
+            self._moves.close()
+            self._arena.close()
+        self._state.delete([records.node_key(self._options.node, "report")])
+
+    # --- the loop ---
+
+    def _post(self, event: ev.Event | Callable[[], None]) -> None:
+        self._inbox.put(event)
+
+    def _run(self) -> None:
+        due_s = self._clock_real()
+        while not self._stop.is_set():
+            try:
+                item = self._inbox.get(timeout=_TICK_S)
+            except queue.Empty:
+                item = None
+            if callable(item):
+                item()
+            elif item is not None:
+                self._hear(item)
+            if self._clock_real() >= due_s:
+                due_s = self._clock_real() + _TICK_S
+                self._moves.collect()
+                self._hear(ev.Ticked())
+            self._look_at_state()
+        for wait in list(self._waits.values()):
+            wait.done.set()
+
+    def _clock_real(self) -> float:
+        """Real seconds, also where the clock runs faster."""
+        return self._clock.steady_s() / getattr(self._clock, "speed", 1.0)
+
+    def _hear(self, event: ev.Event) -> None:
+        now_s = self._clock.now_s()
+        out = self._machine.handle(event, now_s)
+        if out:
+            self._changed = True
+        for told in out:
+            self._do(told, event)
+
+    def _do(self, told: ev.Instruction, event: ev.Event) -> None:
+        match told:
+            case ev.LoadWeights():
+                weights = self._machine.holdings.weights[told.key]
+                self._meter.starting(weights, self._machine.holdings, self._clock.now_s())
+                self._load_started.setdefault(told.key, self._clock.steady_s())
+                log().info("load_started", model=told.key.model, cause=told.cause.value, bytes=told.bytes)
+                self._moves.start(told)
+            case ev.PauseLoad():
+                self._moves.pause(told.key)
+            case ev.CancelLoad():
+                self._moves.evict(told.key, told.tier)
+            case ev.EvictWeights():
+                log().info("evicting", model=told.key.model, tier=told.tier.name.lower(), reason=told.reason.value)
+                self._moves.evict(told.key, told.tier)
+            case ev.GrantLease():
+                self._resolve(told.token, grant=told)
+            case ev.RefuseLease():
+                self._resolve(told.token, refusal=told)
+            case ev.Answer():
+                self._resolve(told.ask_id, answer=told)
+            case ev.Record():
+                self._record(told, event)
+            case ev.NoteSkipped():
+                self._metrics.skipped.labels(what=told.what, reason=told.reason).inc()
+            case ev.RefuseOrder():
+                self._metrics.skipped.labels(what="order", reason=told.reason).inc()
+            case ev.RefusePlan():
+                self._metrics.skipped.labels(what="plan", reason=told.reason).inc()
+            case ev.SwitchVersion():
+                log().info("version_switched", model=told.model, old=told.old.version, new=told.new.version)
+        if isinstance(event, ev.WeightsLoaded | ev.LoadFailed):
+            self._load_ended(event)
+
+    def _load_ended(self, event: ev.WeightsLoaded | ev.LoadFailed) -> None:
+        started_s = self._load_started.pop(event.key, None)
+        if started_s is None:
+            return
+        weights = self._machine.holdings.weights[event.key]
+        copy = weights.copies.get(event.tier)
+        cause = copy.cause.value if copy is not None else "unknown"
+        ok = isinstance(event, ev.WeightsLoaded)
+        self._metrics.loads.labels(cause=cause, result="ready" if ok else "failed").inc()
+        took_s = self._clock.steady_s() - started_s
+        if ok:
+            self._metrics.load_time.observe(took_s)
+            log().info("load_ready", model=event.key.model, cause=cause, took_s=round(took_s, 3))
+
+    def _record(self, told: ev.Record, event: ev.Event) -> None:
+        fact = told.fact
+        settled = self._book.add(fact)
+        if settled:
+            self._metrics.outcomes.labels(outcome=settled).inc()
+        if isinstance(fact, RowSeen) and isinstance(event, ev.LeaseRequested):
+            self._metrics.opens.labels(found=fact.found.value).inc()
+            with self._guard:
+                wait = self._waits.get(event.token)
+            if wait is not None:
+                wait.found = fact.found.value
+        elif isinstance(fact, RowServed):
+            self._metrics.waits.observe(max(0.0, fact.wait_s))
+        elif isinstance(fact, TransferEnded):
+            self._metrics.moved.labels(cause=fact.cause.value).inc(fact.bytes)
+            self._meter.moved(fact)
+
+    def _resolve(self, token: str, **answer: ev.GrantLease | ev.RefuseLease | ev.Answer) -> None:
+        with self._guard:
+            wait = self._waits.get(token)
+        if wait is not None:
+            for name, value in answer.items():
+                setattr(wait, name, value)
+            wait.done.set()
+
+    # --- plans and reports ---
+
+    def plan_written(self) -> None:
+        """The controller wrote a plan."""
+        self._plan_due = True
+        self._post(lambda: None)
+
+    def _look_at_state(self) -> None:
+        now_s = self._clock_real()
+        late = now_s - self._reported_at_s >= _REPORT_S
+        if not (late or self._plan_due or (self._changed and now_s - self._reported_at_s >= _TICK_S)):
+            return
+        if self._state_away and not late:
+            return
+        try:
+            self._read_plan()
+            self._report(now_s)
+            self._state_away = False
+        except UnavailableError as exc:
+            self._reported_at_s = now_s
+            if not self._state_away:
+                log().warning("state_away", reason=str(exc), then="the last plan and the agent's own timers go on")
+            self._state_away = True
+
+    def _read_plan(self) -> None:
+        self._plan_due = False
+        raw = self._state.read(records.node_key(self._options.node, "plan"))
+        if raw is None:
+            return
+        plan = records.decode_plan(raw)
+        if (plan.fence, plan.revision) > (self._machine.plans.fence, self._machine.plans.revision):
+            self._hear(ev.PlanReceived(plan))
+
+    def _report(self, now_real_s: float) -> None:
+        assert self._arena is not None
+        self._reported_at_s, self._changed = now_real_s, False
+        node = self._options.node
+        report = make_report(
+            self._machine,
+            self._meter,
+            self._arena,
+            self._moves,
+            self._clock.now_s(),
+            [f"{name}: {error}" for name, error in sorted(self._catalog.refused.items())],
+        )
+        items = {records.node_key(node, "report"): records.encode(report)}
+        self._state.write(items, expire_s=records.REPORT_EXPIRES_S)
+        self._state.write({records.node_key(node, "totals"): records.encode(self._book.totals)})
+        changed = self._book.take_changed()
+        self._state.append(
+            records.node_key(node, "orders"), [records.encode(order) for order in changed], records.ORDERS_KEPT
+        )
+        for order in changed:
+            if order.end_s is not None or order.first_use_s is not None:
+                self.on_order_ended(order.decision_id)
+        usage = self._arena.usage()
+        for use in ("budget", "loading", "published", "lingering", "locked", "allocated"):
+            self._metrics.host.labels(use=use).set(getattr(usage, f"{use}_bytes"))
+        self._metrics.idle.set(self._book.totals["idle_byte_seconds"])
+        self._metrics.wasted.set(self._book.totals["wasted_byte_seconds"])
+        self._metrics.locked.set(1.0 if report.memory.locked else 0.0)
+
+    # --- the models folder ---
+
+    def _scan(self) -> None:
+        while not self._stop.wait(_SCAN_S):
+            try:
+                catalog = scan_models_folder(self._options.models_dir)
+            except WeightsError as exc:
+                log().warning("models_folder_unreadable", reason=str(exc))
+                continue
+            self._post(lambda found=catalog: self._take_catalog(found, frozenset()))  # type: ignore[misc]
+
+    def _take_catalog(self, catalog: Catalog, adopted: set[WeightsKey] | frozenset[WeightsKey]) -> None:
+        old = self._catalog
+        self._catalog = catalog
+        for model, source in catalog.models.items():
+            before = old.models.get(model)
+            if before is not None and before.key == source.key and not adopted:
+                continue
+            self._by_key[source.key] = source
+            size = source.manifest.bytes
+            tiers = {Tier.DISK, Tier.HOST} if source.key in adopted else {Tier.DISK}
+            link_s = {Tier.HOST: size / self._options.link_bytes_per_s}
+            self._hear(ev.CatalogSeen(source.key, size, link_s, frozenset(tiers)))
+            if before is not None and before.key != source.key:
+                self._hear(ev.VersionPublished(before.key, source.key))
+        self._changed = True
+
+    # --- requests and acts by hand ---
+
+    def requested(self, rows: Sequence[RequestSeen]) -> None:
+        """Fresh request rows: those of this node, or of no named one, are demand here."""
+        for row in rows:
+            if row.node is None or row.node == self._options.node:
+                self._post(ev.Requested(row.model, row.ts))
+
+    def act(self, act: str, model: str) -> Acted:
+        target = ModelName(model)
+        ask_id = uuid.uuid4().hex
+        event: ev.Event
+        match act:
+            case "pin":
+                event = ev.Pinned(target, ask_id)
+            case "unpin":
+                event = ev.Unpinned(target, ask_id)
+            case "load":
+                event = ev.LoadAsked(target, ask_id, hold_s=_BY_HAND_HOLD_S)
+            case _:
+                event = ev.EvictAsked(target, ask_id)
+        wait = self._ask(ask_id, event, _ANSWER_S)
+        if wait.answer is None:
+            raise UnavailableError(
+                f"node {self._options.node} did not answer within {_ANSWER_S:.0f} s", retry_after_s=5.0
+            )
+        return Acted(wait.answer.ok, wait.answer.reason)
+
+    def switch(self, on: bool) -> None:
+        self._post(ev.SwitchedOn() if on else ev.SwitchedOff())
+
+    def check(self) -> str:
+        """'' when a question through the lease socket comes back, else what is wrong."""
+        try:
+            client.ask("status", timeout_s=5.0, socket_path=self.socket_path)
+        except PrefetcherError as exc:
+            return str(exc)
+        return ""
+
+    def _ask(self, token: str, event: ev.Event, timeout_s: float, gone: threading.Event | None = None) -> _Wait:
+        wait = _Wait()
+        with self._guard:
+            self._waits[token] = wait
+        self._post(event)
+        left_s = timeout_s
+        while left_s > 0 and not wait.done.wait(min(left_s, 0.2)):
+            left_s -= 0.2
+            if self._stop.is_set() or (gone is not None and gone.is_set()):
+                break
+        with self._guard:
+            self._waits.pop(token, None)
+        return wait
+
+    # --- leases (LeasePort) ---
+
+    def acquire(self, holder: Holder, model: str, version: str, timeout_s: float, gone: threading.Event) -> Grant:
+        started_s = self._clock.steady_s()
+        name = ModelName(model)
+        target = WeightsKey(name, ModelVersion(version)) if version else name
+        event = ev.LeaseRequested(holder.name, target, holder.name)
+        wait = self._ask(holder.name, event, timeout_s, gone)
+        if wait.refusal is not None:
+            raise self._refused(model, version, wait.refusal)
+        if wait.grant is None:
+            raise UnavailableError(f"{model} was not there within {timeout_s:g} s; try again", retry_after_s=1.0)
+        source = self._by_key.get(wait.grant.key)
+        if source is None:
+            raise ModelNotFoundError(f"the files of {model} left the models folder", model=model)
+        fds, where = self._descriptors(wait.grant, source)
+        if where == "disk":
+            log().info("bypassed", model=model, reason=wait.grant.reason)
+            self._metrics.skipped.labels(what="caching", reason=wait.grant.reason or "bypass").inc()
+        entries = source.manifest.files
+        files = [GrantedFile(fd, entry.path, entry.bytes) for fd, entry in zip(fds, entries, strict=True)]
+        waited_s = self._clock.steady_s() - started_s
+        return Grant(wait.grant.key, where, files, wait.found, waited_s)
+
+    def _descriptors(self, grant: ev.GrantLease, source: ModelSource) -> tuple[list[int], Literal["host", "disk"]]:
+        assert self._arena is not None
+        copy = self._arena.copy(grant.key) if grant.tier is Tier.HOST else None
+        if copy is not None:
+            return self._arena.descriptors(copy), "host"
+        return self._disk.open_verified(source), "disk"
+
+    def _refused(self, model: str, version: str, refusal: ev.RefuseLease) -> PrefetcherError:
+        if refusal.reason == "unknown_model":
+            self._catalog.source(model)
+            return ModelNotFoundError(f"no version {version!r} of {model}; check the version", model=model)
+        source = self._catalog.models.get(ModelName(model))
+        reason = self._disk.quarantined(source) if source is not None else None
+        if reason:
+            return IntegrityError(reason, model=model)
+        retry = refusal.retry_after_s
+        return NoRoomError(f"{model}: {refusal.reason}", retry_after_s=1.0 if retry is None else retry)
+
+    def release(self, holder: Holder) -> None:
+        self._post(ev.HolderLost(holder.name))
+
+    def control(self, verb: protocol.Verb, model: str, version: str) -> msgspec.Struct | None:
+        if verb == "status":
+            back = threading.Event()
+            self._post(back.set)
+            if not back.wait(2.0):
+                raise UnavailableError("the agent's loop does not move", retry_after_s=1.0)
+            return None
+        if verb in ("on", "off"):
+            self.switch(verb == "on")
+            return None
+        acted = self.act(verb, model)
+        if not acted.ok:
+            raise NoRoomError(f"{verb} {model}: {acted.reason}")
+        return None

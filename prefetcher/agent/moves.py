@@ -1,0 +1,154 @@
+"""Carries out what the residency machine says about bytes: starts, pauses and cancels loads, evicts, and reports back as events.
+
+Covers the threads of loads and copies that are on their way out. Decides nothing. All methods are called from the agent's loop; `post` is
+called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prefetcher.agent.disk import DiskTier
+from prefetcher.agent.hostmem import HostArena, HostCopy
+from prefetcher.agent.loader import LoadCancelledError, LoadControl, load
+from prefetcher.agent.manifest import ModelSource
+from prefetcher.clock import Clock
+from prefetcher.core import events as ev
+from prefetcher.core.types import Tier, WeightsKey
+from prefetcher.errors import IntegrityError, ManifestError, PrefetcherError, TemporaryError, UnsafeFormatError
+from prefetcher.telemetry.logs import log
+
+__all__ = ["Moves"]
+
+#: A load tells its progress at most this often, so that a fast disk does not flood the loop.
+_PROGRESS_BYTES = 64 << 20
+
+
+@dataclass(slots=True)
+class _Move:
+    control: LoadControl
+    thread: threading.Thread | None = None
+    told_bytes: int = 0
+    done_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Moves:
+    """The loads of one node into `arena`, and what leaves it."""
+
+    arena: HostArena
+    disk: DiskTier
+    clock: Clock
+    threads: int
+    post: Callable[[ev.Event], None]
+    source_of: Callable[[WeightsKey], ModelSource | None]
+    _moves: dict[WeightsKey, _Move] = field(default_factory=dict)
+    _leaving: dict[WeightsKey, HostCopy] = field(default_factory=dict)
+
+    def start(self, told: ev.LoadWeights) -> None:
+        """Starts a load, or goes on with one that was paused."""
+        move = self._moves.get(told.key)
+        if move is not None and told.resume_from_bytes > 0:
+            move.control.resume()
+            return
+        source = self.source_of(told.key)
+        if source is None:
+            self.post(ev.LoadFailed(told.key, told.to_tier, "the files are no longer in the models folder"))
+            return
+        move = _Move(LoadControl())
+        self._moves[told.key] = move
+        move.thread = threading.Thread(target=self._run, args=(move, source), name=f"load {told.key.model}")
+        move.thread.start()
+
+    def _run(self, move: _Move, source: ModelSource) -> None:
+        key = source.key
+        copy: HostCopy | None = None
+        try:
+            copy = self.arena.begin(source.manifest)
+            load(
+                source.manifest,
+                source.folder,
+                self.arena,
+                copy,
+                clock=self.clock,
+                on_block=lambda file, block, done: self._progress(move, key, done),
+                on_paused=lambda done: self.post(ev.LoadPaused(key, Tier.HOST, done)),
+                control=move.control,
+                threads=self.threads,
+            )
+            self.arena.publish(copy)
+        except LoadCancelledError:
+            self._give_back(copy)
+            self._end(key, ev.WeightsEvicted(key, Tier.HOST, source.manifest.bytes))
+        except PrefetcherError as exc:
+            self._give_back(copy)
+            bad = isinstance(exc, IntegrityError | ManifestError | UnsafeFormatError)
+            if bad:
+                self.disk.quarantine(source, str(exc))
+            retry_after_s = exc.retry_after_s if isinstance(exc, TemporaryError) else 0.0
+            log().warning("load_failed", model=key.model, reason=str(exc), source_bad=bad)
+            self._end(key, ev.LoadFailed(key, Tier.HOST, str(exc), retry_after_s, source_bad=bad))
+        except OSError as exc:
+            self._give_back(copy)
+            log().warning("load_failed", model=key.model, reason=str(exc), source_bad=False)
+            self._end(key, ev.LoadFailed(key, Tier.HOST, str(exc)))
+        else:
+            self._end(key, ev.WeightsLoaded(key, Tier.HOST))
+
+    def _give_back(self, copy: HostCopy | None) -> None:
+        if copy is not None:
+            self.arena.evict(copy)
+
+    def _end(self, key: WeightsKey, event: ev.Event) -> None:
+        self._moves.pop(key, None)
+        self.post(event)
+
+    def _progress(self, move: _Move, key: WeightsKey, done: int) -> None:
+        move.done_bytes = done
+        if done - move.told_bytes >= _PROGRESS_BYTES:
+            move.told_bytes = done
+            self.post(ev.BytesVerified(key, Tier.HOST, done))
+
+    def done_bytes(self, key: WeightsKey) -> int:
+        """Bytes of a running load that are verified."""
+        move = self._moves.get(key)
+        return 0 if move is None else move.done_bytes
+
+    def pause(self, key: WeightsKey) -> None:
+        move = self._moves.get(key)
+        if move is not None:
+            move.control.pause()
+
+    def evict(self, key: WeightsKey, tier: Tier) -> None:
+        """Stops what moves, or gives up what is there; answered by `WeightsEvicted` once the kernel has the bytes back."""
+        move = self._moves.get(key)
+        if move is not None:
+            move.control.cancel()
+            return
+        copy = self.arena.copy(key) if tier is Tier.HOST else None
+        if copy is None:
+            if key not in self._leaving:
+                self.post(ev.WeightsEvicted(key, tier))
+            return
+        if self.arena.evict(copy):
+            self._leaving[key] = copy
+        else:
+            self.post(ev.WeightsEvicted(key, tier, copy.bytes))
+
+    def collect(self) -> None:
+        """Looks after evicted copies that somebody still maps."""
+        for key, copy in list(self._leaving.items()):
+            if not self.arena.evict(copy):
+                del self._leaving[key]
+                self.post(ev.WeightsEvicted(key, Tier.HOST, copy.bytes))
+
+    def close(self) -> None:
+        """Cancels what runs and waits for it."""
+        moves = list(self._moves.values())
+        for move in moves:
+            move.control.cancel()
+        for move in moves:
+            if move.thread is not None:
+                move.thread.join()

@@ -1,0 +1,110 @@
+"""What an agent says about its node: the report that planning and people read, and the measured load of its link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from prefetcher.agent.hostmem import HostArena
+from prefetcher.agent.moves import Moves
+from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport
+from prefetcher.core.copies import Holdings, Stage, Weights
+from prefetcher.core.facts import TransferEnded
+from prefetcher.core.residency import ResidencyMachine
+from prefetcher.core.types import Tier
+
+__all__ = ["LinkMeter", "make_report"]
+
+#: Link use is measured over about ten minutes; waits and speed over about fifty loads, as the decision's trial did.
+_BUSY_TAU_S = 600.0
+_LOAD_WEIGHT = 0.02
+#: The speed of a link shows in loads of this size and more; smaller ones measure the start of threads.
+_SPEED_BYTES = 4 << 20
+
+
+class LinkMeter:
+    """Moving figures of the disk-to-host link. Times in the clock's seconds."""
+
+    def __init__(self, bytes_per_s: float, now_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.recent_wait_s = 0.0
+        self.waiting_rows = 0.0
+        self._busy_s = 0.0
+        self._at_s = now_s
+        self._measured = 0
+
+    def starting(self, weights: Weights, holdings: Holdings, now_s: float) -> None:
+        """A load gets the link: how long demand had waited for it, and how many wait behind it."""
+        waited_s = now_s - weights.demanded_since_s if weights.demanded else 0.0
+        others = sum(w.waiting for w in holdings.weights.values() if w.key != weights.key)
+        self.recent_wait_s += _LOAD_WEIGHT * (waited_s - self.recent_wait_s)
+        self.waiting_rows += _LOAD_WEIGHT * (others - self.waiting_rows)
+
+    def moved(self, fact: TransferEnded) -> None:
+        took_s = fact.end_s - fact.start_s
+        self._busy_s = self._busy(fact.end_s) * _BUSY_TAU_S + took_s
+        self._at_s = max(self._at_s, fact.end_s)
+        if fact.bytes >= _SPEED_BYTES and took_s > 0.0:
+            self._measured += 1
+            weight = max(1.0 / self._measured, _LOAD_WEIGHT)
+            self.bytes_per_s += weight * (fact.bytes / took_s - self.bytes_per_s)
+
+    def _busy(self, now_s: float) -> float:
+        return self._busy_s * math.exp(-max(0.0, now_s - self._at_s) / _BUSY_TAU_S) / _BUSY_TAU_S
+
+    def busy_ratio(self, now_s: float) -> float:
+        return min(1.0, self._busy(now_s))
+
+
+def make_report(
+    machine: ResidencyMachine, meter: LinkMeter, arena: HostArena, moves: Moves, now_s: float, problems: Sequence[str]
+) -> NodeReport:
+    """The node as it is at `now_s`."""
+    holdings = machine.holdings
+    usage = arena.usage()
+    held: list[HeldWeights] = []
+    for tier in (Tier.HOST, Tier.DEVICE):
+        for key, copy in sorted(holdings.in_tier[tier].items()):
+            weights = holdings.weights[key]
+            order = copy.order
+            done = weights.bytes if copy.stage is Stage.READY else max(copy.bytes_done, moves.done_bytes(key))
+            held.append(
+                HeldWeights(
+                    model=key.model,
+                    version=key.version,
+                    tier=tier.name.lower(),
+                    state=copy.stage.value,
+                    bytes=weights.bytes,
+                    bytes_done=done,
+                    cause=copy.cause.value,
+                    decision_id="" if order is None or copy.used else order.decision_id,
+                    since_s=copy.ready_s if copy.ready_s is not None else copy.start_s,
+                    last_use_s=copy.last_use_s,
+                    leases=sum(copy.leases.values()),
+                    pinned=weights.pinned,
+                    contributions=() if order is None else order.contributions,
+                )
+            )
+    serving = set(holdings.serving.values())
+    known = tuple(
+        KnownWeights(key.model, key.version, weights.bytes, weights.bytes / meter.bytes_per_s)
+        for key, weights in sorted(holdings.weights.items())
+        if key in serving and weights.ready(Tier.DISK)
+    )
+    locked = usage.published_bytes > 0 and usage.locked_bytes >= usage.published_bytes
+    return NodeReport(
+        node=machine.node,
+        at_s=now_s,
+        memory=Memory(usage.budget_bytes, usage.taken_bytes, locked, arena.kind, arena.lock_warning or ""),
+        link_bytes_per_s=meter.bytes_per_s,
+        recent_wait_s=meter.recent_wait_s,
+        waiting_rows=meter.waiting_rows,
+        busy_ratio=meter.busy_ratio(now_s),
+        observe=machine.limits.observe,
+        prefetching=not machine.plans.switched_off,
+        fence=machine.plans.fence,
+        revision=machine.plans.revision,
+        held=tuple(held),
+        known=known,
+        problems=tuple(problems),
+    )

@@ -1,0 +1,294 @@
+"""The command line: one main. Every command imports what it needs when it runs, so that help is quick.
+
+Errors of the program are one line on standard error and an exit code: 2 for what can't be asked, 1 for what failed. Covers options and
+exit codes; what commands do is in the modules that they call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from prefetcher.errors import PrefetcherError, UsageError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="prefetcher",
+    help="Brings model weights near before the request: replay a request log, or run it live on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_DEFAULT_URL = "http://127.0.0.1:8371"
+Url = Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")]
+Model = Annotated[str, typer.Argument(help="The model's name.")]
+
+
+@app.command()
+def up(
+    models: Annotated[Path | None, typer.Option(help="Folder of models, one folder of safetensors files each.")] = None,
+    host_bytes: Annotated[str | None, typer.Option(help="Host memory for weights, as 8GB, 8GiB or 8e9.")] = None,
+    host_dir: Annotated[Path | None, typer.Option(help="A tmpfs folder for the host tier; else one is chosen.")] = None,
+    lock: Annotated[str | None, typer.Option(help="Lock weights in memory: auto, require or off.")] = None,
+    link_bytes_per_s: Annotated[str | None, typer.Option(help="Disk to memory, before it was measured.")] = None,
+    socket: Annotated[Path | None, typer.Option(help="Where programs ask for leases.")] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Folder of what was learned and of the request log.")] = None,
+    state_url: Annotated[str | None, typer.Option(help="A Redis or Valkey server instead of the embedded one.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address of the HTTP endpoint.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the HTTP endpoint; 0 takes a free one.")] = None,
+    observe: Annotated[bool, typer.Option("--observe", help="Decide and log, load nothing.")] = False,
+    follow: Annotated[Path | None, typer.Option(help="A JSONL or CSV request log to follow.")] = None,
+    map_: Annotated[str | None, typer.Option("--map", help="Field map of the followed log.")] = None,
+    tz: Annotated[str | None, typer.Option(help="Time zone of times without one.")] = None,
+    tick_s: Annotated[float | None, typer.Option(help="Seconds between plans.")] = None,
+    hold_s: Annotated[float | None, typer.Option(help="Seconds that a prefetch may stay unused.")] = None,
+    price: Annotated[float | None, typer.Option(help="Seconds of waiting that a GB held for an hour is worth.")] = None,
+    control_ratio: Annotated[
+        float | None, typer.Option(help="Share of time without prefetching, to measure it.")
+    ] = None,
+    snapshot_s: Annotated[float | None, typer.Option(help="Seconds between snapshots of what was learned.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="auto, human or json.")] = None,
+) -> None:
+    """Runs controller, agent, HTTP endpoint and ledger on this machine until Ctrl-C or SIGTERM."""
+    from prefetcher.config import load_settings
+    from prefetcher.telemetry.logs import configure
+
+    settings = load_settings(
+        {
+            "node": {
+                "models_dir": models,
+                "host_bytes": host_bytes,
+                "host_dir": host_dir,
+                "lock": lock,
+                "link_bytes_per_s": link_bytes_per_s,
+                "socket": socket,
+            },
+            "decision": {
+                "observe": observe or None,
+                "tick_s": tick_s,
+                "hold_s": hold_s,
+                "price": price,
+                "control_ratio": control_ratio,
+            },
+            "api": {"host": host, "port": port},
+            "state": {"dir": state_dir, "url": state_url, "snapshot_s": snapshot_s},
+            "stream": {"follow": follow, "map": map_, "tz": tz},
+            "log": {"level": log_level, "format": log_format},
+        }
+    )
+    configure(settings.log.level, settings.log.format)
+    from prefetcher.app import App
+
+    application = App(settings)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: application.ask_to_stop())
+    application.start()
+    typer.echo(f"prefetcher is up at {application.address}")
+    try:
+        application.wait()
+    finally:
+        application.stop()
+
+
+@app.command()
+def status(
+    url: Url = _DEFAULT_URL,
+    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON once and end.")] = False,
+    every_s: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
+) -> None:
+    """Shows what is resident, what is coming and why, and what it earned and wasted."""
+    from prefetcher.api.status_view import show
+
+    show(url, once=once, as_json=json, every_s=every_s)
+
+
+def _act(act: str, model: str, url: str) -> None:
+    from prefetcher.api.client import post
+
+    answer = post(url, f"/v1/models/{model}:{act}")
+    typer.echo(f"{act} {model}: {answer['reason'] or 'done'}")
+
+
+@app.command()
+def pin(model: Model, url: Url = _DEFAULT_URL) -> None:
+    """Loads a model and keeps it, whatever is decided; also across restarts."""
+    _act("pin", model, url)
+
+
+@app.command()
+def unpin(model: Model, url: Url = _DEFAULT_URL) -> None:
+    """Leaves a model to the decision again."""
+    _act("unpin", model, url)
+
+
+@app.command()
+def load(model: Model, url: Url = _DEFAULT_URL) -> None:
+    """Loads a model now; unused, it stays an hour."""
+    _act("load", model, url)
+
+
+@app.command()
+def evict(model: Model, url: Url = _DEFAULT_URL) -> None:
+    """Gives a model's memory back now, unless it is leased or pinned."""
+    _act("evict", model, url)
+
+
+@app.command()
+def off(url: Url = _DEFAULT_URL) -> None:
+    """Stops prefetching at once: demand loading only."""
+    from prefetcher.api.client import post
+
+    post(url, "/v1/off")
+    typer.echo("prefetching is off: demand loading only")
+
+
+@app.command()
+def on(url: Url = _DEFAULT_URL) -> None:
+    """Starts prefetching again."""
+    from prefetcher.api.client import post
+
+    post(url, "/v1/on")
+    typer.echo("prefetching is on")
+
+
+@app.command()
+def manifest(
+    folder: Annotated[Path, typer.Argument(help="A folder of models, or one model's folder.")],
+    version: Annotated[str | None, typer.Option(help="Name of the version; else one from the bytes.")] = None,
+) -> None:
+    """Checks every safetensors file and writes the manifest that loads are verified against."""
+    from prefetcher.agent.manifest import write_manifests
+
+    for made in write_manifests(folder, version=version):
+        typer.echo(f"{made.model}  version {made.version}  {len(made.files)} files  {made.bytes} bytes")
+
+
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(help="Request log: parquet, CSV or JSONL, plain or compressed.")],
+    out: Annotated[Path, typer.Option(help="Folder for summary.json, report.html and the four logs.")],
+    catalog: Annotated[Path | None, typer.Option(help="Sizes of models: CSV, JSON or parquet.")] = None,
+    models: Annotated[Path | None, typer.Option(help="A folder of models to take sizes from.")] = None,
+    default_bytes: Annotated[str | None, typer.Option(help="Size of every model that no catalog names.")] = None,
+    policy: Annotated[str, typer.Option(help="Policies, separated by commas.")] = "lru,gdsf,lhd-smith,ours",
+    capacity_ratio: Annotated[float | None, typer.Option(help="Capacity as a share of the catalog's bytes.")] = None,
+    host_bytes: Annotated[str | None, typer.Option(help="Capacity of each node in bytes, as 80GB.")] = None,
+    link_bytes_per_s: Annotated[str, typer.Option(help="Speed from disk to memory.")] = "3.5e9",
+    load_times: Annotated[Path | None, typer.Option(help="Measured load times by model.")] = None,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
+    warmup_ratio: Annotated[float, typer.Option(help="Share of the time that is not scored.")] = 0.3,
+    price: Annotated[float | None, typer.Option(help="Seconds of waiting that a GB held for an hour is worth.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    map_: Annotated[str | None, typer.Option("--map", help="Field map, as ts=startTime,model=request.model.")] = None,
+    tz: Annotated[str | None, typer.Option(help="Time zone of times without one.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+) -> None:
+    """Replays a request log: what prefetching would have saved, and what it would have held."""
+    from prefetcher.config import parse_bytes
+
+    if (capacity_ratio is None) == (host_bytes is None):
+        raise UsageError("give the capacity, either --capacity-ratio or --host-bytes")
+    try:
+        sizes = {
+            "host_bytes": None if host_bytes is None else parse_bytes(host_bytes),
+            "default_bytes": None if default_bytes is None else parse_bytes(default_bytes),
+            "link_bytes_per_s": float(parse_bytes(link_bytes_per_s)),
+        }
+    except ValueError as exc:
+        raise UsageError(str(exc)) from exc
+    run = _attribute("prefetcher.replay.run", "replay_command")
+    run(
+        log=log,
+        out=out,
+        catalog=catalog,
+        models=models,
+        policy=policy,
+        capacity_ratio=capacity_ratio,
+        load_times=load_times,
+        nodes=nodes,
+        warmup_ratio=warmup_ratio,
+        price=price,
+        seed=seed,
+        map=map_,
+        tz=tz,
+        strict=strict,
+        **sizes,
+    )
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="load, policies or replay.")],
+    json: Annotated[Path, typer.Option(help="File for the figures.")],
+    suite: Annotated[Path | None, typer.Option(help="Suite file of `bench policies`.")] = None,
+    traces: Annotated[Path | None, typer.Option(help="Folder of traces.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Only these policies.")] = None,
+    trace: Annotated[str | None, typer.Option(help="Only this trace.")] = None,
+) -> None:
+    """Runs a benchmark and writes its figures."""
+    if not name.isidentifier() or importlib.util.find_spec(f"prefetcher.bench.{name}") is None:
+        raise UsageError(f"no benchmark is called {name!r}; there are load, policies and replay")
+    run = _attribute(f"prefetcher.bench.{name}", "run")
+    given = {"suite": suite, "traces": traces, "policy": policy, "trace": trace}
+    accepted = inspect.signature(run).parameters
+    for option, value in given.items():
+        if value is not None and option not in accepted:
+            raise UsageError(f"`bench {name}` takes no --{option}")
+    run(json, **{option: value for option, value in given.items() if value is not None})
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the page and the figures.")] = Path("demo-out"),
+) -> None:
+    """Two days of traffic in minutes, with and without prefetching, side by side."""
+    _attribute("prefetcher.demo", "run")(out)
+
+
+def _attribute(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as exc:
+        raise UsageError(f"this build has no {exc.name}") from exc
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    line = " ".join(message.split())
+    print(f"error: {line}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def main() -> None:
+    """The entry point: runs a command; errors are one line and an exit code."""
+    import click
+
+    try:
+        code = app(standalone_mode=False)
+    except PrefetcherError as exc:
+        _fail(str(exc), exc.exit_code)
+    except click.exceptions.Exit as exc:
+        raise SystemExit(exc.exit_code) from None
+    except click.Abort:
+        raise SystemExit(130) from None
+    except click.ClickException as exc:
+        _fail(exc.format_message(), exc.exit_code)
+    except BrokenPipeError:
+        # The reader of our output went away; Python would complain once more while it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(code if isinstance(code, int) else 0)

@@ -1,0 +1,244 @@
+"""Follows a gateway's log file: whole lines become rows of the request log, together with how far was read.
+
+JSON lines or CSV (by its name), through the same field maps and times as replay. A file that is replaced or cut is followed on; the place is kept in the
+stream's own marks, so each line is taken once, also across a crash. Bad lines are counted and named, and never in the way.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import pyarrow as pa
+
+from prefetcher.clock import Clock
+from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen
+from prefetcher.errors import NoRoomError
+from prefetcher.ports import RequestStream
+from prefetcher.replay.maps import parse_map
+from prefetcher.replay.times import TimeReader
+from prefetcher.telemetry.logs import log
+from prefetcher.telemetry.metrics import Metrics
+
+__all__ = ["Follower"]
+
+_CHUNK_BYTES = 1 << 20
+_IDLE_S = 0.2
+#: Clocks of gateways may be this far ahead of ours.
+_AHEAD_S = 60.0
+#: Bad lines that are named each minute of reading; the others are counted.
+_NAMED = 20
+
+
+class Follower:
+    """Follows `path` into `stream`; `wake('')` is called after every append. `run` is for a thread of its own.
+
+    Raises:
+        SettingsError: the field map or the time zone does not exist.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        stream: RequestStream,
+        clock: Clock,
+        metrics: Metrics,
+        wake: Callable[[str], None],
+        fields: str | None = None,
+        tz: str = "UTC",
+    ) -> None:
+        self._path = path
+        self._stream = stream
+        self._clock = clock
+        self._metrics = metrics
+        self._wake = wake
+        self._fields = parse_map(fields)
+        self._times = TimeReader(tz)
+        self._csv = ".csv" in path.suffixes
+        self._header: list[str] = []
+        self._file: BinaryIO | None = None
+        self._inode = 0
+        self._offset = 0
+        self._line = 0
+        self._named = 0
+
+    def run(self, stop: threading.Event) -> None:
+        """Reads what is there and what comes, until `stop`."""
+        try:
+            while not stop.is_set():
+                try:
+                    if not self.step():
+                        stop.wait(_IDLE_S)
+                except (OSError, NoRoomError) as exc:
+                    log().warning("follow_failed", path=str(self._path), reason=str(exc))
+                    stop.wait(1.0)
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def step(self) -> bool:
+        """Takes one chunk of whole lines in; whether there was one."""
+        if self._file is None and not self._open(self._place()):
+            return False
+        assert self._file is not None
+        self._file.seek(self._offset)
+        chunk = self._file.read(_CHUNK_BYTES)
+        end = chunk.rfind(b"\n") + 1
+        if end == 0 and len(chunk) == _CHUNK_BYTES:
+            self._bad("a line of more than 1 MB")
+            end = len(chunk)
+        if end == 0:
+            return self._next_file(chunk)
+        self._take(chunk[:end])
+        return True
+
+    def _place(self) -> tuple[int, int]:
+        """Inode and offset that were kept last, or zeros."""
+        mark = (self._stream.last_mark() or "").split(":")
+        return (int(mark[0]), int(mark[1])) if len(mark) == 2 and mark[0].isdigit() and mark[1].isdigit() else (0, 0)
+
+    def _open(self, place: tuple[int, int]) -> bool:
+        """Opens the file, or the rotated one that the place is in; False while there is none."""
+        candidates = [self._path]
+        if place[0]:
+            candidates = [
+                p for p in self._path.parent.glob(self._path.name + "*") if p.stat().st_ino == place[0]
+            ] or candidates
+        try:
+            file = candidates[0].open("rb")
+        except FileNotFoundError:
+            return False
+        found = os.fstat(file.fileno())
+        offset = place[1] if found.st_ino == place[0] and place[1] <= found.st_size else 0
+        self._file, self._inode, self._offset, self._line = file, found.st_ino, offset, 0
+        if self._csv:
+            header = file.readline()
+            self._header = next(csv.reader([header.decode("utf-8", "replace")]), [])
+            self._offset = max(self._offset, len(header)) if header.endswith(b"\n") else 0
+        file.seek(0)
+        left = self._offset
+        while left > 0:
+            part = file.read(min(left, _CHUNK_BYTES))
+            self._line += part.count(b"\n")
+            left -= max(1, len(part))
+        log().info("following", path=str(candidates[0]), offset=self._offset)
+        return True
+
+    def _next_file(self, rest: bytes) -> bool:
+        """At the end: goes on with the file that took this one's place, or from the start of one that was cut."""
+        assert self._file is not None
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            inode = self._path.stat().st_ino
+        except FileNotFoundError:
+            return False
+        if inode == self._inode and size >= self._offset:
+            return False
+        if inode != self._inode and rest:
+            self._take(rest + b"\n", len(rest))
+        self._file.close()
+        self._file = None
+        return self._open((0, 0))
+
+    def _take(self, chunk: bytes, length: int | None = None) -> None:
+        rows = self._rows(chunk.split(b"\n")[:-1])
+        self._offset += len(chunk) if length is None else length
+        if rows:
+            self._stream.append(rows, mark=f"{self._inode}:{self._offset}")
+            self._metrics.requests.labels(source="file").inc(len(rows))
+            self._wake("")
+
+    def _rows(self, lines: list[bytes]) -> list[RequestSeen]:
+        found: list[tuple[int, dict[str, Any]]] = []
+        for line in lines:
+            self._line += 1
+            if not line.strip():
+                continue
+            try:
+                record = self._record(line)
+            except ValueError as exc:
+                self._bad(f"not a record: {exc}")
+                continue
+            found.append((self._line, {column: _first(record, paths) for column, paths in self._fields.items()}))
+        times = self._seconds([values["ts"] for _, values in found])
+        now_s = self._clock.now_s()
+        rows: list[RequestSeen] = []
+        for (number, values), ts in zip(found, times, strict=True):
+            model = values["model"]
+            if ts is None:
+                self._bad(f"ts is no time: {values['ts']!r}", number)
+            elif ts > now_s + _AHEAD_S:
+                self._bad(f"ts lies in the future: {values['ts']!r}", number)
+            elif not isinstance(model, str) or not model:
+                self._bad(f"model is no name: {model!r}", number)
+            else:
+                rows.append(_request(ts, model, values))
+        return rows
+
+    def _record(self, line: bytes) -> dict[str, Any]:
+        if self._csv:
+            values = next(csv.reader([line.decode()]))
+            if len(values) != len(self._header):
+                raise ValueError(f"{len(values)} fields, the header has {len(self._header)}")
+            return {name: value for name, value in zip(self._header, values, strict=True) if value != ""}
+        record = msgspec.json.decode(line)
+        if not isinstance(record, dict):
+            raise ValueError("not an object")
+        return record
+
+    def _seconds(self, values: list[Any]) -> list[float | None]:
+        """Seconds of times of any kind, by the reader that replay uses; None for what is no time."""
+        out: list[float | None] = [None] * len(values)
+        for kind, arrow in (((int, float), pa.float64()), (str, pa.string())):
+            where = [i for i, v in enumerate(values) if isinstance(v, kind) and not isinstance(v, bool)]
+            if where:
+                parsed = self._times.parse(pa.array([values[i] for i in where], arrow)).ts
+                for i, ts in zip(where, parsed.tolist(), strict=True):
+                    out[i] = ts if ts == ts else None
+        return out
+
+    def _bad(self, reason: str, line: int | None = None) -> None:
+        self._metrics.bad_requests.labels(source="file", reason=reason.split(":")[0]).inc()
+        self._named += 1
+        if self._named <= _NAMED:
+            log().warning(
+                "line_skipped", path=str(self._path), line=self._line if line is None else line, reason=reason
+            )
+
+
+def _first(record: dict[str, Any], paths: tuple[str, ...]) -> Any:
+    """What the first path that leads to something leads to; a name with dots may also be one key."""
+    for path in paths:
+        if record.get(path) is not None:
+            return record[path]
+        value: Any = record
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    return None
+
+
+def _request(ts: float, model: str, values: dict[str, Any]) -> RequestSeen:
+    def text(column: str) -> str | None:
+        return None if values[column] is None else str(values[column])
+
+    node, version = text("node"), text("version")
+    try:
+        count = max(1, int(values["count"] or 1))
+    except (TypeError, ValueError):
+        count = 1
+    return RequestSeen(
+        ts=ts,
+        model=ModelName(model),
+        count=count,
+        user=text("user"),
+        node=None if node is None else NodeName(node),
+        version=None if version is None else ModelVersion(version),
+        request_id=text("request_id"),
+    )
