@@ -1,0 +1,174 @@
+"""One node's log through any caches: builds the world of the core's kernels and turns their events into the four logs.
+
+The kernels are `prefetcher.core.node_steps`; here is only what surrounds them: which rows belong to which node, growing the event log, and
+naming things.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from prefetcher.core.demand import Demand
+from prefetcher.core.node import BLOCK_BYTES, OUTCOMES, Caches, EventLog, Found, Hazard, World
+from prefetcher.core.node_steps import advance, close
+from prefetcher.replay.accounts import SCHEMAS, PolicyLogs
+from prefetcher.replay.trace import Trace
+
+__all__ = ["NodeLog", "build_tables", "close_node", "place", "run_rows", "split_by_node"]
+
+TICK_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLog:
+    """The part of a log that one node serves: `rows` are positions in the whole log, in order."""
+
+    node: str
+    rows: npt.NDArray[np.int64]
+    world: World
+
+
+def place(model: str, nodes: Sequence[str]) -> int:
+    """The node of a model by rendezvous hashing: the highest hash of (node, model)."""
+    return max(range(len(nodes)), key=lambda k: hashlib.blake2b(f"{nodes[k]}\0{model}".encode(), digest_size=8).digest())
+
+
+def split_by_node(trace: Trace, nodes: int, link_bytes_per_s: float, load_s: npt.NDArray[np.float64] | None) -> list[NodeLog]:
+    """Each node's rows and world. A row goes to the node that it names, else to its model's by rendezvous hashing.
+
+    `load_s` float64[n] replaces bytes over link where it is not NaN.
+    """
+    names = list(trace.node_names) or [f"node-{k}" for k in range(nodes)]
+    home = np.array([place(m, names) for m in trace.models], np.int32)
+    where = home[trace.model] if not len(trace.node_names) else np.where(trace.node >= 0, trace.node, home[trace.model])
+    size = trace.bytes_.astype(np.float64)
+    link_s = size / link_bytes_per_s
+    if load_s is not None:
+        link_s = np.where(np.isnan(load_s), link_s, load_s)
+    block_s = BLOCK_BYTES / size * link_s
+    out = []
+    for k, name in enumerate(names):
+        rows = np.flatnonzero(where == k)
+        ts, model = trace.ts[rows], trace.model[rows]
+        next_ts, first_ts = _next_rows(ts, model, len(size))
+        world = World(size, link_s, block_s, ts, model, next_ts, first_ts, trace.t0, trace.t1, TICK_S)
+        out.append(NodeLog(name, rows, world))
+    return out
+
+
+def _next_rows(
+    ts: npt.NDArray[np.float64], model: npt.NDArray[np.int32], models: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    order = np.argsort(model, kind="stable")
+    following = np.full(len(ts), np.inf)
+    same = model[order[1:]] == model[order[:-1]]
+    following[order[:-1][same]] = ts[order[1:][same]]
+    first = np.full(models, np.inf)
+    starts = order[np.flatnonzero(np.r_[True, ~same])] if len(ts) else order
+    first[model[starts]] = ts[starts]
+    return following, first
+
+
+def _grown(log: EventLog) -> EventLog:
+    longer = {}
+    for name in ("residency", "transfers", "orders"):
+        old = getattr(log, name)
+        new = np.zeros(2 * len(old), old.dtype)
+        new[: len(old)] = old
+        longer[name] = new
+    return log._replace(**longer)
+
+
+def run_rows(
+    first: int, last: int, until_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog
+) -> EventLog:
+    """`advance` through rows [first, last) and events up to `until_s`; returns the log, grown as needed."""
+    room = len(caches.policy) * (len(world.size_bytes) + 8) + 1
+    while len(log.residency) < 2 * room:
+        log = _grown(log)
+    while True:
+        first = advance(first, last, until_s, world, demand, hazard, caches, log)
+        if first > last:
+            return log
+        log = _grown(log)
+
+
+def close_node(world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> EventLog:
+    """Lets running loads finish after the last row, then ends what is held at the log's end."""
+    rows = len(world.ts)
+    log = run_rows(rows, rows, np.inf, world, demand, hazard, caches, log)
+    while not close(world.t1_s, world, demand, caches, log):
+        log = _grown(log)
+    return log
+
+
+def _names(codes: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.int8], names: Sequence[str]) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), pa.array(list(names), pa.string()))
+
+
+def _same(value: str, rows: int) -> pa.Array:
+    return _names(np.zeros(rows, np.int32), [value])
+
+
+def _times(values: npt.NDArray[np.float64]) -> pa.Array:
+    return pa.array(values, mask=~np.isfinite(values))
+
+
+def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace) -> PolicyLogs:
+    """The four logs of cache `e` over all nodes; `waits` is in the order of the whole log."""
+    tables: dict[str, list[pa.Table]] = {"residency": [], "transfers": [], "orders": []}
+    rows = len(trace)
+    wait_s, found, node = np.zeros(rows), np.zeros(rows, np.int8), np.zeros(rows, np.int32)
+    size = trace.bytes_
+    for k, (part, log) in enumerate(parts):
+        slot = int(log.slot[e])
+        wait_s[part.rows], found[part.rows], node[part.rows] = log.wait_s[slot, : len(part.rows)], log.found[slot, : len(part.rows)], k
+        t1 = part.world.t1_s
+        orders = log.orders[: log.count[2]]
+        held = log.residency[: log.count[0]]
+        held = held[held["cache"] == e]
+        end_s = np.where(held["start_s"] < t1, np.minimum(held["end_s"], t1), held["end_s"])
+        ready_s = np.where(held["ready_s"] <= end_s, held["ready_s"], np.nan)
+        outcome = np.where(held["prefetch"], orders["outcome"][held["order"]] if len(orders) else 0, len(OUTCOMES))
+        n = len(held)
+        columns = [
+            _same(part.node, n), _names(held["model"], trace.models), _same("", n), _same("host", n), _times(held["start_s"]),
+            _times(ready_s), _times(np.where(np.isnan(ready_s), np.nan, np.minimum(held["last_use_s"], end_s))), _times(end_s),
+            _names(held["prefetch"].astype(np.int8), ["demand", "forecast"]), _names(outcome, [*OUTCOMES, "demand"]),
+            pa.array(size[held["model"]]),
+        ]  # fmt: skip
+        tables["residency"].append(pa.Table.from_arrays(columns, names=SCHEMAS["residency"].names).cast(SCHEMAS["residency"]))
+        moved = log.transfers[: log.count[1]]
+        moved = moved[moved["cache"] == e]
+        n = len(moved)
+        moved_bytes = (moved["end_s"] - moved["start_s"]) / part.world.link_s[moved["model"]] * size[moved["model"]]
+        moved_bytes = np.minimum(np.rint(moved_bytes), size[moved["model"]]).astype(np.int64)
+        columns = [
+            _same(part.node, n), _names(moved["model"], trace.models), _same("disk", n), _same("host", n), _times(moved["start_s"]),
+            _times(moved["end_s"]), pa.array(moved_bytes), _names(moved["prefetch"].astype(np.int8), ["demand", "forecast"]),
+        ]  # fmt: skip
+        tables["transfers"].append(pa.Table.from_arrays(columns, names=SCHEMAS["transfers"].names).cast(SCHEMAS["transfers"]))
+        mine = orders[orders["cache"] == e]
+        n = len(mine)
+        columns = [
+            pa.array([f"{part.node}/{i}" for i in range(n)], pa.string()), _same(part.node, n), _names(mine["model"], trace.models),
+            _same("", n), _same("host", n), _same("forecast", n), _same("treated", n), _times(mine["issued_s"]), _times(mine["issued_s"]),
+            _times(mine["ready_s"]), _times(mine["first_use_s"]), _times(np.minimum(mine["end_s"], np.maximum(t1, mine["issued_s"]))),
+            _names(mine["outcome"], OUTCOMES), pa.array(mine["premature"]), pa.nulls(n, pa.bool_()),
+        ]  # fmt: skip
+        tables["orders"].append(pa.Table.from_arrays(columns, names=SCHEMAS["orders"].names).cast(SCHEMAS["orders"]))
+    waits = pa.Table.from_arrays(
+        [
+            _times(trace.ts), _names(trace.model, trace.models), _names(node, [p.node for p, _ in parts]), _times(wait_s),
+            _names(found, [f.name.lower() for f in Found]),
+        ],
+        names=SCHEMAS["waits"].names,
+    )  # fmt: skip
+    whole = {name: pa.concat_tables([t.unify_dictionaries() for t in parts_of]).unify_dictionaries().combine_chunks() for name, parts_of in tables.items()}
+    return PolicyLogs(residency=whole["residency"], transfers=whole["transfers"], waits=waits, orders=whole["orders"])
