@@ -274,7 +274,10 @@ def _header(where: str, header: bytes) -> tuple[str, list[str]]:
     except UnicodeDecodeError as error:
         raise InputError("is not UTF-8 text; a log is parquet, CSV or JSON lines", path=where, line=1) from error
     delimiter = max(",\t;|", key=text.count)
-    return delimiter, [name.strip() for name in next(csv.reader([text], delimiter=delimiter), [])]
+    try:
+        return delimiter, [name.strip() for name in next(csv.reader([text], delimiter=delimiter), [])]
+    except csv.Error as error:
+        raise InputError(f"has a first line that is no CSV header ({error})", path=where, line=1) from error
 
 
 def _csv_block(block: bytes, width: int, delimiter: str, picked: dict[str, list[int]], line: int) -> RawRows:
@@ -340,7 +343,7 @@ def _csv_record(parts: list[bytes], i: int, width: int, delimiter: str) -> tuple
             continue
         if len(rows) == 1 and len(rows[0]) == width:
             return rows[0], count, ""
-        why = f"has {len(rows[0]) if rows else 0} columns, expected {width}"
+        why = f"has {len(rows[0]) if rows else 0} of {width} columns"
     return None, 1, why
 
 

@@ -29,15 +29,15 @@ _NAMED = 5
 
 #: What each kind of problem means, and what is done about it.
 PROBLEM_KINDS: dict[str, str] = {
-    "malformed": "lines that are no record; left out",
-    "bad_ts": "rows whose time is missing or unreadable; left out",
-    "missing_model": "rows without a model; left out",
-    "bad_count": "rows whose count is no whole number of at least 1; taken as 1",
-    "duplicate": "rows that repeat an earlier row's request id; left out",
-    "late": "rows earlier than a row before them; sorted into place",
-    "unknown_model": "models without a size; given the default",
-    "ambiguous_ts": "local times that a change of clocks repeats; taken as the first",
-    "skipped_ts": "local times that a change of clocks skips; taken as the moment of the change",
+    "malformed": "lines that are no record, left out",
+    "bad_ts": "rows whose time is missing or unreadable, left out",
+    "missing_model": "rows without a model, left out",
+    "bad_count": "rows whose count is no whole number of at least 1, taken as 1",
+    "duplicate": "rows that repeat an earlier row's request id, left out",
+    "late": "rows earlier than a row before them, sorted into place",
+    "unknown_model": "models without a size, given the default",
+    "ambiguous_ts": "local times that a change of clocks repeats, taken as the first",
+    "skipped_ts": "local times that a change of clocks skips, taken as the moment of the change",
 }
 
 
@@ -70,7 +70,7 @@ class Problems:
         for kind, count in self.counts.items():
             named = [f"line {p.line}: {p.what}" if p.line else p.what for p in self.named if p.kind == kind]
             more = ", …" if count > len(named) else ""
-            result.append(f"{count:,} {PROBLEM_KINDS[kind]}" + (f" ({'; '.join(named)}{more})" if named else ""))
+            result.append(f"{PROBLEM_KINDS[kind]}: {count:,}" + (f" ({'; '.join(named)}{more})" if named else ""))
         return result
 
 
@@ -224,7 +224,8 @@ class _Reader:
         for name, values in found.items():
             self.parts.setdefault(name, []).append(values if keep.all() else values[keep])
         ids = _text(columns.get("request_id"))
-        ids = pa.nulls(n, pa.string()) if ids is None else ids.cast(pa.string())
+        ids = pa.nulls(n, pa.string()) if ids is None else pc.utf8_trim_whitespace(ids.cast(pa.string()))
+        ids = pc.if_else(pc.equal(ids, ""), pa.scalar(None, pa.string()), ids)  # a blank id names no request
         self.ids.append(ids if keep.all() else ids.filter(pa.array(keep)))
 
     def _note_rows(
