@@ -225,8 +225,12 @@ def _private(budget_bytes: int) -> HostFolder | None:
         _, fds, _, _ = socket.recv_fds(ours, 1, 1)
     if not fds:
         return None
-    os.set_inheritable(fds[0], False)
-    return HostFolder("private", fds[0], huge=True)
+    # What fsmount gives is a mere place (O_PATH), which can't be listed.
+    try:
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fds[0])
+    finally:
+        os.close(fds[0])
+    return HostFolder("private", fd, huge=True)
 
 
 def _huge_pages_work() -> bool:

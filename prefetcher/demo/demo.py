@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from prefetcher.clock import Clock, SystemClock
 from prefetcher.demo.models import make_models
@@ -45,7 +45,8 @@ def run_demo(out: Path, *, seed: int = 0, side_s: float = SIDE_S, clock: Clock |
         total = sum(m.bytes for m in models)
         host = int(total * HOST_RATIO)
         console.print(
-            f"{len(models)} models, {total / 1e9:.1f} GB; {host / 1e9:.2f} GB of memory for them; {len(arrivals)} requests"
+            f"{len(models)} models, {total / 1e9:.1f} GB; {host / 1e9:.2f} GB of memory for them; "
+            f"{len(arrivals)} requests"
         )
         columns = (
             TextColumn("{task.description}"),
@@ -61,12 +62,11 @@ def run_demo(out: Path, *, seed: int = 0, side_s: float = SIDE_S, clock: Clock |
                 with DemoNode(folder, models_dir, host, speed, ORIGIN_S, clock, str(number)) as node:
                     if not on:
                         node.ask("/v1/off", {})
-                    sides.append(
-                        run_side(
-                            name, node, arrivals, models, speed, clock,
-                            lambda done, _, side, task=task: bar.update(task, completed=done, cold=side.cold_starts),
-                        )
-                    )  # fmt: skip
+
+                    def show(done: int, cold: int, task: TaskID = task) -> None:
+                        bar.update(task, completed=done, cold=cold)
+
+                    sides.append(run_side(name, node, arrivals, models, speed, clock, show))
     finally:
         shutil.rmtree(models_dir, ignore_errors=True)
     notes = [

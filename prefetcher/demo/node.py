@@ -36,6 +36,11 @@ class Reading:
     outcomes: dict[str, int]
 
 
+def up_command() -> list[str]:
+    """The production command of this installation."""
+    return [str(Path(sys.executable).with_name("prefetcher")), "up"]
+
+
 class DemoNode:
     """Runs from `__enter__` to `__exit__`. `origin_s` is the demo clock's start, `speed` how fast it runs."""
 
@@ -68,11 +73,10 @@ class DemoNode:
         self.url = ""
 
     def __enter__(self) -> Self:
-        command = Path(sys.executable).with_name("prefetcher")
         log = self._folder / "node.log"
         with log.open("wb") as out:
             self._child = subprocess.Popen(
-                [str(command), "up"], env=self._environment, stdout=out, stderr=out, start_new_session=True
+                up_command(), env=self._environment, stdout=out, stderr=out, start_new_session=True
             )
         try:
             self._wait_until_ready(log)

@@ -81,7 +81,7 @@ def run_side(
     models: Sequence[DemoModel],
     speed: float,
     clock: Clock,
-    progress: Callable[[int, int, Side], None] = lambda done, total, side: None,
+    progress: Callable[[int, int], None] = lambda done, cold: None,
 ) -> Side:
     """Sends every arrival at its time and waits for the last one to be served."""
     side, guard, by_name = Side(name), threading.Lock(), {m.name: m for m in models}
@@ -110,11 +110,11 @@ def run_side(
                 if clock.steady_s() - start_s >= next_sample_s:
                     side.readings.append(node.read())
                     next_sample_s = clock.steady_s() - start_s + _SAMPLE_S
-                    progress(number, len(arrivals), side)
+                    progress(number, side.cold_starts)
                     continue
                 clock.wait(never, min(left_s, _SAMPLE_S))
             pool.submit(serve, arrival)
     side.readings.append(node.read())
-    progress(len(arrivals), len(arrivals), side)
+    progress(len(arrivals), side.cold_starts)
     side.served.sort(key=lambda s: s.at_s)
     return side
