@@ -1,1 +1,14 @@
-"""`prefetcher demo`: real weights, two days of traffic in a minute or so, with and without prefetching."""
+"""`prefetcher demo`: real weights, two days of traffic in minutes, with and without prefetching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["run"]
+
+
+def run(out: Path) -> None:
+    """Runs the demo; `out` gets `demo.html` and the logs of both sides. Raises PrefetcherError."""
+    from prefetcher.demo.demo import run_demo
+
+    run_demo(out)
