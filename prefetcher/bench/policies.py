@@ -1,0 +1,136 @@
+"""`bench policies`: ours against every rival over a suite of traces, at equal capacity and at equal GB·h."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prefetcher.bench.machine import describe_machine
+from prefetcher.errors import InputError, UsageError
+from prefetcher.replay.frontier import FrontierPoint, lower_hull, read_hull
+from prefetcher.replay.policies import OURS
+from prefetcher.replay.run import FRONTIER_FACTORS, Simulation
+from prefetcher.replay.trace import read_trace
+
+__all__ = ["run"]
+
+_SINGLE = ("lru", "gdsf", "lfu:3600", "lfu:86400", "sieve", "lhd")
+KEEP_ALIVES = ("ttl:300", "ttl:600", "ttl:1800", "ttl:3600", "ttl:7200")
+PEERS = (*_SINGLE, *(f"{name}-smith" for name in _SINGLE), *KEEP_ALIVES, "hybrid")
+SIMPLE = ("lfu:3600-smith-bypass", "lfu:86400-smith-bypass", "lhd-smith-bypass")
+BELADYS = ("belady", "belady-size", "belady-smith", "belady-size-smith", "belady-smith-bypass")
+REFERENCES = (*BELADYS, "clairvoyant")
+#: Traces on which little can be known, whose figure is shown apart.
+SPARSE = ("genai_sd", "dlrm_launches", "azure_functions_day")
+_KEPT = ("cold_seconds", "held_gb_h", "wasted_gb_h", "moved_gb")
+_LOCKSTEP = 6  #: policies at once: bounds the memory for their waits
+
+
+def run(
+    json_out: Path,
+    *,
+    suite: Path | None = None,
+    traces: Path | None = None,
+    policy: str | None = None,
+    trace: str | None = None,
+    say: Callable[[str], None] | None = None,
+) -> dict[str, Any]:
+    """Runs the suite and writes `json_out`; `policy` and `trace` (comma-separated) run a part. Figures are geometric means of ratios."""
+    if suite is None or traces is None:
+        raise UsageError("bench policies needs --suite FILE and --traces DIR")
+    try:
+        plan = json.loads(Path(suite).read_text(encoding="utf-8"))
+        wanted = [(p["trace"], ratio) for p in plan["points"] for ratio in p["capacity_ratio"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError("is no suite: expected JSON with points of {trace, capacity_ratio: […]}", path=str(suite)) from error
+    names = [n for n in policy.split(",") if n] if policy else [*PEERS, *SIMPLE, *REFERENCES, OURS]
+    only = set(trace.split(",")) if trace else None
+    tell = say or (lambda text: print(text, flush=True))
+    points = []
+    loaded, rates = None, None
+    for name, ratio in wanted:
+        if only is not None and name not in only:
+            continue
+        if loaded is None or Path(loaded.path).stem != name:
+            loaded, rates = read_trace(Path(traces) / f"{name}.parquet", catalog=Path(traces) / f"{name}.catalog.json"), None
+        simulation = Simulation(
+            loaded,
+            ratio * float(loaded.bytes_.sum()),
+            link_bytes_per_s=float(plan.get("link_bytes_per_s", 3.5e9)),
+            warmup_ratio=float(plan.get("warmup_ratio", 0.3)),
+            rates=rates,
+        )
+        points.append(_point(simulation, name, ratio, names))
+        rates = simulation.rates
+        tell(_line(points[-1]))
+    result = {"points": points, "figures": _figures(points), "peers": list(PEERS), "machine": describe_machine()}
+    Path(json_out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _point(simulation: Simulation, trace: str, ratio: float, names: list[str]) -> dict[str, Any]:
+    policies: dict[str, dict[str, float]] = {}
+    rivals = [n for n in names if n != OURS]
+    for first in range(0, len(rivals), _LOCKSTEP):
+        for name, logs in simulation.rivals(rivals[first : first + _LOCKSTEP]).items():
+            entry = simulation.totals(name, logs)
+            policies[name] = {key: entry[key] for key in _KEPT}
+    equal: dict[str, float] = {}
+    if OURS in names:
+        entry = simulation.totals(OURS, *simulation.ours())
+        policies[OURS] = {key: entry[key] for key in _KEPT}
+        keep_alives = [n for n in KEEP_ALIVES if n in policies]
+        if keep_alives:
+            sweep = [FrontierPoint(OURS, entry["held_gb_h"], entry["cold_seconds"], simulation.price)]
+            for factor in FRONTIER_FACTORS:
+                at = simulation.totals(OURS, simulation.ours(simulation.price * factor, follow=True)[0])
+                sweep.append(FrontierPoint(OURS, at["held_gb_h"], at["cold_seconds"], simulation.price * factor))
+            hull = lower_hull(sweep)
+            for name in keep_alives:
+                equal[name] = read_hull(hull, policies[name]["held_gb_h"]).cold_seconds / max(policies[name]["cold_seconds"], 1e-9)
+    return {"trace": trace, "capacity_ratio": ratio, "policies": policies, "equal_gb_h": equal}
+
+
+def _best(point: dict[str, Any], names: tuple[str, ...]) -> float | None:
+    cold = [point["policies"][n]["cold_seconds"] for n in names if n in point["policies"]]
+    return min(cold) if cold else None
+
+
+def _geomean(ratios: list[float]) -> float | None:
+    positive = [max(r, 1e-9) for r in ratios]
+    return math.exp(sum(math.log(r) for r in positive) / len(positive)) if positive else None
+
+
+def _over(points: list[dict[str, Any]], names: tuple[str, ...]) -> list[float]:
+    out = []
+    for point in points:
+        best = _best(point, names)
+        if OURS in point["policies"] and best:
+            out.append(point["policies"][OURS]["cold_seconds"] / best)
+    return out
+
+
+def _figures(points: list[dict[str, Any]]) -> dict[str, float | None]:
+    over_best = _over(points, PEERS)
+    singles = [g for g in (_geomean(_over(points, (n,))) for n in PEERS if all(n in p["policies"] for p in points)) if g is not None]
+    below = sum(1 for p in points if OURS in p["policies"] and (b := _best(p, BELADYS[:4])) is not None and p["policies"][OURS]["cold_seconds"] < b)
+    return {
+        "geomean_over_best_peer": _geomean(over_best),
+        "geomean_over_best_simple": _geomean(_over(points, SIMPLE)),
+        "geomean_over_best_single_peer": max(singles) if singles else None,
+        "geomean_over_lru": _geomean(_over(points, ("lru",))),
+        "geomean_equal_gb_h": _geomean([r for p in points for r in p["equal_gb_h"].values()]),
+        "geomean_sparse": _geomean(_over([p for p in points if p["trace"] in SPARSE], PEERS)),
+        "points_below_belady": below,
+        "worst_point": max(over_best) if over_best else None,
+    }
+
+
+def _line(point: dict[str, Any]) -> str:
+    best, mine = _best(point, PEERS), point["policies"].get(OURS)
+    ratio = f"{mine['cold_seconds'] / best:.3f} of the best peer" if mine and best else "–"
+    cold = f"{mine['cold_seconds']:,.0f}" if mine else "–"
+    return f"{point['trace']} {point['capacity_ratio']:.2f}: ours {cold} s cold, {ratio}"

@@ -1,0 +1,255 @@
+"""`prefetcher replay`: a log in, the four logs of each policy, summary, report and a verdict out.
+
+`Simulation` runs policies over one trace at one capacity; `replay_command` is the command around it. Benchmarks use `Simulation` too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.core.demand import new_demand
+from prefetcher.core.node import new_caches, new_event_log, no_hazard
+from prefetcher.core.value import DEFAULT_PRICE_S_PER_GB_H
+from prefetcher.errors import UsageError
+from prefetcher.replay.accounts import PolicyLogs, totals, write_logs
+from prefetcher.replay.catalog import read_load_times
+from prefetcher.replay.engine import build_tables, close_node, run_rows, split_by_node
+from prefetcher.replay.frontier import FrontierPoint
+from prefetcher.replay.ours import LIVE, SHADOW, Rates, run_ours, score_log
+from prefetcher.replay.policies import DEFAULT_POLICIES, OURS, parse_policy, standard_taus
+from prefetcher.replay.trace import Trace, read_trace
+
+__all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Simulation", "replay_command"]
+
+DEFAULT_HOLD_S = 600.0
+#: The prices of the frontier, as factors of the price asked for.
+FRONTIER_FACTORS: tuple[float, ...] = (4.0, 16.0, 64.0, 256.0)
+SHADOW_NAME = "ours-shadow"
+
+Progress = Callable[[float, str], None]
+
+
+def _quiet(_done: float, _what: str) -> None:
+    return None
+
+
+class Simulation:
+    """One trace on `nodes` nodes of `capacity_bytes` each. Runs policies by name and keeps what ours learned between runs."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        capacity_bytes: float,
+        *,
+        link_bytes_per_s: float = 3.5e9,
+        nodes: int = 1,
+        warmup_ratio: float = 0.3,
+        load_s: npt.NDArray[np.float64] | None = None,
+        price: float = DEFAULT_PRICE_S_PER_GB_H,
+        hold_s: float = DEFAULT_HOLD_S,
+        seed: int = 0,
+        rates: Rates | None = None,
+        progress: Progress = _quiet,
+    ) -> None:
+        self.trace = trace
+        self.parts = split_by_node(trace, nodes, link_bytes_per_s, load_s)
+        self.capacity_bytes = capacity_bytes
+        self.price = price
+        self.hold_s = hold_s
+        self.rates = rates
+        self.schedules: list[list[int]] | None = None
+        self._warmup_ratio = warmup_ratio
+        self._seed = seed
+        self._progress = progress
+
+    def rivals(self, names: Iterable[str]) -> dict[str, PolicyLogs]:
+        """The four logs of each named policy but ours; they run in lockstep."""
+        names = list(names)
+        taus_s = standard_taus()
+        policies = [parse_policy(name, taus_s) for name in names]
+        if not policies:
+            return {}
+        done = []
+        for part in self.parts:
+            world, rows = part.world, len(part.world.ts)
+            demand = new_demand(len(world.size_bytes), world.t0_s, tuple(taus_s))
+            caches = new_caches(policies, world, self.capacity_bytes)
+            log = new_event_log(len(policies), rows, list(range(len(policies))))
+            hazard = no_hazard(len(world.size_bytes))
+            step = max(1, rows // 100)
+            for first in range(0, rows, step):
+                last = min(rows, first + step)
+                log = run_rows(first, last, world.ts[last - 1], world, demand, hazard, caches, log)
+                self._progress(last / rows, "rival policies")
+            done.append((part, close_node(world, demand, hazard, caches, log)))
+        return {name: build_tables(e, done, self.trace) for e, name in enumerate(names)}
+
+    def ours(self, price: float | None = None, *, follow: bool = False) -> tuple[PolicyLogs, PolicyLogs]:
+        """(ours, its shadow without prefetching). `follow` repeats an earlier run's experts at another price, for the frontier."""
+        if self.rates is None:
+            self.rates = score_log(self.trace, self._seed, self._progress)
+        schedules = self.schedules if follow and self.schedules is not None else [None] * len(self.parts)
+        live, shadow = (0, 1) if follow and self.schedules is not None else (LIVE, SHADOW)
+        done, kept = [], []
+        for part, schedule in zip(self.parts, schedules, strict=True):
+            at_price = self.price if price is None else price
+            log, chosen, _ = run_ours(part, self.rates, self.capacity_bytes, at_price, self.hold_s, self._progress, schedule)
+            done.append((part, log))
+            kept.append(chosen)
+        if self.schedules is None:
+            self.schedules = kept
+        return build_tables(live, done, self.trace), build_tables(shadow, done, self.trace)
+
+    def totals(self, name: str, logs: PolicyLogs, shadow: PolicyLogs | None = None) -> dict[str, Any]:
+        """The summary's entry of one policy, from its logs."""
+        return totals(
+            name,
+            logs.residency,
+            logs.transfers,
+            logs.waits,
+            logs.orders,
+            scored_from_s=self.trace.scored_from_s(self._warmup_ratio),
+            end_s=self.trace.t1,
+            shadow=None if shadow is None else (shadow.residency, shadow.waits),
+        )
+
+
+def replay_command(
+    *,
+    log: Path,
+    out: Path,
+    catalog: Path | None = None,
+    models: Path | None = None,
+    default_bytes: int | None = None,
+    policy: str = ",".join(DEFAULT_POLICIES),
+    capacity_ratio: float | None = None,
+    host_bytes: int | None = None,
+    link_bytes_per_s: float = 3.5e9,
+    load_times: Path | None = None,
+    nodes: int = 1,
+    warmup_ratio: float = 0.3,
+    price: float | None = None,
+    seed: int = 0,
+    map: str | Mapping[str, str] | None = None,
+    tz: str | None = None,
+    strict: bool = False,
+) -> None:
+    """Replays `log` and writes `out`; prints the verdict first. Raises UsageError and InputError."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    names = list(dict.fromkeys(p.strip() for p in policy.split(",") if p.strip()))
+    rivals = [name for name in names if name != OURS]
+    taus_s = standard_taus()
+    for name in rivals:
+        parse_policy(name, taus_s)
+    _check(names, capacity_ratio, host_bytes, link_bytes_per_s, warmup_ratio, price)
+    price = DEFAULT_PRICE_S_PER_GB_H if price is None else price
+    errors = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("reading the log", total=1.0)
+
+        def progress(done: float, what: str) -> None:
+            bar.update(task, completed=done, description=what)
+
+        trace = read_trace(
+            log, catalog=catalog, models_dir=models, default_bytes=default_bytes, field_map=map, tz=tz, strict=strict,
+            progress=lambda done, total: progress(done / max(total, 1), "reading the log"),
+        )  # fmt: skip
+        load_s = None if load_times is None else read_load_times(load_times, trace.models)
+        node_count = len(trace.node_names) or nodes
+        capacity = float(trace.bytes_.sum()) * capacity_ratio / node_count if capacity_ratio is not None else float(host_bytes or 0)
+        simulation = Simulation(
+            trace, capacity, link_bytes_per_s=link_bytes_per_s, nodes=nodes, warmup_ratio=warmup_ratio, load_s=load_s, price=price, seed=seed,
+            progress=progress,
+        )  # fmt: skip
+        logs = simulation.rivals(rivals)
+        entries = {name: simulation.totals(name, of) for name, of in logs.items()}
+        frontier = []
+        if OURS in names:
+            mine, shadow = simulation.ours()
+            logs[OURS], logs[SHADOW_NAME] = mine, shadow
+            entries[OURS] = simulation.totals(OURS, mine, shadow)
+            if price > 0:
+                for factor in FRONTIER_FACTORS:
+                    progress(0.0, "the frontier")
+                    entry = simulation.totals(OURS, simulation.ours(price * factor, follow=True)[0])
+                    frontier.append(FrontierPoint(OURS, entry["held_gb_h"], entry["cold_seconds"], price * factor))
+        progress(0.0, "writing logs and report")
+        line = _write(out, trace, simulation, names, entries, logs, frontier, nodes=node_count, link_bytes_per_s=link_bytes_per_s, seed=seed,
+                      warmup_ratio=warmup_ratio, tz=tz)  # fmt: skip
+    console = Console()
+    console.print(line, soft_wrap=True, highlight=False)
+    _print_table(console, [entries[name] for name in names])
+    for problem in trace.problems.lines():
+        errors.print(f"note: {problem}", soft_wrap=True, highlight=False)
+    console.print(f"{out}/report.html, {out}/summary.json, and four logs a policy", soft_wrap=True, highlight=False)
+
+
+def _check(
+    names: list[str], capacity_ratio: float | None, host_bytes: int | None, link_bytes_per_s: float, warmup_ratio: float, price: float | None
+) -> None:
+    if not names:
+        raise UsageError("no policy named; give --policy, as in --policy lru,ours")
+    if (capacity_ratio is None) == (host_bytes is None):
+        raise UsageError("give the capacity, either --capacity-ratio or --host-bytes")
+    for option, value in (("--capacity-ratio", capacity_ratio), ("--host-bytes", host_bytes), ("--link-bytes-per-s", link_bytes_per_s)):
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{option} must be positive, got {value}")
+    if not 0 <= warmup_ratio < 1:
+        raise UsageError(f"--warmup-ratio must be at least 0 and below 1, got {warmup_ratio}")
+    if price is not None and not 0 <= price < float("inf"):
+        raise UsageError(f"--price must be 0 or more, got {price}")
+
+
+def _write(
+    out: Path,
+    trace: Trace,
+    simulation: Simulation,
+    names: list[str],
+    entries: dict[str, dict[str, Any]],
+    logs: dict[str, PolicyLogs],
+    frontier: list[FrontierPoint],
+    *,
+    tz: str | None,
+    warmup_ratio: float,
+    **settings: Any,
+) -> str:
+    from prefetcher.replay.report import write_report
+    from prefetcher.replay.summary import describe_input, write_summary
+
+    out.mkdir(parents=True, exist_ok=True)
+    for name, of in logs.items():
+        write_logs(out, name, of)
+    described = describe_input(
+        trace, warmup_ratio=warmup_ratio, host_bytes=simulation.capacity_bytes, price=simulation.price, hold_s=simulation.hold_s, **settings
+    )
+    summary = write_summary(out / "summary.json", described, [entries[name] for name in names])
+    verdict = write_report(out / "report.html", summary, {n: logs[n] for n in names}, frontier, trace, tz=tz)
+    return verdict.line
+
+
+def _print_table(console: Any, entries: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table()
+    for head in ("policy", "cold starts", "cold seconds", "p95 wait, s", "p99 wait, s", "GB·h held", "GB·h idle", "GB·h wasted", "GB moved"):
+        table.add_column(head, justify="left" if head == "policy" else "right", overflow="fold", no_wrap=head == "policy")
+    for entry in entries:
+        table.add_row(
+            entry["policy"], f"{entry['cold_starts']:,}",
+            *(_figure(entry[key]) for key in ("cold_seconds", "wait_p95_s", "wait_p99_s", "held_gb_h", "idle_gb_h", "wasted_gb_h", "moved_gb")),
+        )  # fmt: skip
+    console.print(table)
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}"
