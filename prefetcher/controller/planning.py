@@ -40,8 +40,6 @@ BUSY_RATIO = 0.6
 SECOND_CHANCE = 2.0
 #: Candidates tried when the best ones do not outbid their victims.
 CANDIDATES = 4
-#: The least chance of use within the hold that makes a prefetch worth its transfer.
-MIN_CHANCE = 0.02
 
 
 @dataclass(slots=True)
@@ -179,9 +177,6 @@ class _Chooser:
                 continue
             if self._index[i] < self._price:
                 self._skip("below_price")
-                continue
-            if 1.0 - np.exp(-rate * given.hold_s) < MIN_CHANCE:
-                self._skip("unlikely_within_hold")
                 continue
             score = float(self._index[i]) * load_discount(rate, float(self._link_s[i]))
             past = given.past.get(known.model)
