@@ -168,7 +168,7 @@ def pack_arrays(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> bytes:
     """Arrays and JSON facts as one safetensors buffer."""
     from safetensors.numpy import save
 
-    plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    plain = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     return save(plain, metadata={"meta": msgspec.json.encode(meta).decode()})
 
 
