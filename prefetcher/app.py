@@ -61,7 +61,7 @@ class App:
         _check_machine(settings)
         listener = _listen(settings.api.host, settings.api.port)
         self._closing.append(("listener", listener.close))
-        folder = settings.state.dir.expanduser()
+        folder = settings.state.dir.expanduser().absolute()
         stream = FileStream(folder / "requests", settings.stream.segment_bytes, settings.stream.keep_segments)
         self._closing.append(("request log", stream.close))
         state = self._open_state(folder)
@@ -117,9 +117,7 @@ class App:
             Learner(lambda: _predictor(decision.seed)),
             self.clock,
             metrics,
-            ControllerOptions(
-                (node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s
-            ),
+            ControllerOptions((node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s),
             arm_of=group.arm,
             on_rows=agent.requested,
             on_plan=lambda node: agent.plan_written(),
@@ -201,14 +199,10 @@ def _predictor(seed: int) -> ScheduledPredictor:
 def _check_machine(settings: Settings) -> None:
     folder = settings.node.models_dir.expanduser()
     if not folder.is_dir():
-        raise SettingsError(
-            f"no folder of models at {folder}; name one with --models, one folder of safetensors files for each model"
-        )
+        raise SettingsError(f"no folder of models at {folder}; name one with --models, one folder of safetensors files for each model")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if settings.node.host_bytes > memory:
-        raise BudgetError(
-            f"--host-bytes {settings.node.host_bytes} is more than this machine's memory, {memory} bytes; give it less"
-        )
+        raise BudgetError(f"--host-bytes {settings.node.host_bytes} is more than this machine's memory, {memory} bytes; give it less")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -220,9 +214,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as exc:
         listener.close()
-        raise UnavailableError(
-            f"can't listen on {host} port {port}: {exc.strerror}; give another one with --port"
-        ) from exc
+        raise UnavailableError(f"can't listen on {host} port {port}: {exc.strerror}; give another one with --port") from exc
     return listener
 
 

@@ -50,7 +50,7 @@ class Moves:
     def start(self, told: ev.LoadWeights) -> None:
         """Starts a load, or goes on with one that was paused."""
         move = self._moves.get(told.key)
-        if move is not None and told.resume_from_bytes > 0:
+        if move is not None:  # also one that was paused before its first byte
             move.control.resume()
             return
         source = self.source_of(told.key)
