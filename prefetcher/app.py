@@ -17,8 +17,8 @@ from prefetcher.agent.agent import Agent, AgentOptions
 from prefetcher.api.service import Service
 from prefetcher.clock import Clock, ScaledClock, SystemClock
 from prefetcher.config import Settings
-from prefetcher.controller.controller import Controller, ControllerOptions
 from prefetcher.controller.control_group import ControlGroup
+from prefetcher.controller.controller import Controller, ControllerOptions
 from prefetcher.controller.follow import Follower
 from prefetcher.controller.learner import Learner, ScheduledPredictor
 from prefetcher.core.types import NodeName
@@ -123,7 +123,7 @@ class App:
             on_plan=lambda node: agent.plan_written(),
         )
         controller.start()
-        agent.on_order_ended = lambda decision_id: controller.order_ended(node, decision_id)
+        agent.on_order_ended = lambda decision_id, outcome: controller.order_ended(node, decision_id, outcome)
         self._run_thread("controller", controller.run)
         return controller
 

@@ -30,6 +30,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+#: What the parser raises for a wrong command line; typer carries its own copy of click, or uses the installed one.
+_CommandError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 _DEFAULT_URL = "http://127.0.0.1:8371"
 Url = Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")]
 Model = Annotated[str, typer.Argument(help="The model's name.")]
@@ -273,18 +275,16 @@ def _fail(message: str, code: int) -> NoReturn:
 
 def main() -> None:
     """The entry point: runs a command; errors are one line and an exit code."""
-    import click
-
     try:
         code = app(standalone_mode=False)
     except PrefetcherError as exc:
         _fail(str(exc), exc.exit_code)
-    except click.exceptions.Exit as exc:
+    except typer.Exit as exc:
         raise SystemExit(exc.exit_code) from None
-    except click.Abort:
+    except typer.Abort:
         raise SystemExit(130) from None
-    except click.ClickException as exc:
-        _fail(exc.format_message(), exc.exit_code)
+    except _CommandError as exc:
+        _fail(str(exc.format_message()), int(exc.exit_code))
     except BrokenPipeError:
         # The reader of our output went away; Python would complain once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -113,7 +113,7 @@ class Agent:
         self._changed = True
         self._state_away = False
         self._load_started: dict[WeightsKey, float] = {}
-        self.on_order_ended: Callable[[str], None] = lambda decision_id: None
+        self.on_order_ended: Callable[[str, str], None] = lambda decision_id, outcome: None
         self._arena: HostArena | None = None
         self._machine = ResidencyMachine(
             options.node,
@@ -345,7 +345,7 @@ class Agent:
         )
         for order in changed:
             if order.end_s is not None or order.first_use_s is not None:
-                self.on_order_ended(order.decision_id)
+                self.on_order_ended(order.decision_id, order.outcome)
         usage = self._arena.usage()
         for use in ("budget", "loading", "published", "lingering", "locked", "allocated"):
             self._metrics.host.labels(use=use).set(getattr(usage, f"{use}_bytes"))

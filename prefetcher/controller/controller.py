@@ -19,7 +19,7 @@ from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.controller.learner import Learner, Refit
 from prefetcher.controller.planning import Given, PastOrder, Planned, make_plan
-from prefetcher.core.types import Arm, DecisionId, NodeName, Order, RequestSeen
+from prefetcher.core.types import Arm, DecisionId, NodeName, Order, Outcome, RequestSeen
 from prefetcher.errors import PredictorError, UnavailableError
 from prefetcher.ports import RequestStream, StateStore
 from prefetcher.telemetry.logs import log
@@ -35,6 +35,7 @@ _FRESH_S = 30.0
 _IDLE_S = 0.5
 #: Back-off while the state store is away.
 _AWAY_S = 1.0
+_UNUSED = (Outcome.USELESS.value, Outcome.DISPLACED.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +183,7 @@ class Controller:
     def plan(self, node: NodeName, trigger: str) -> Planned | None:
         """Makes and writes one node's plan; None while the node reports nothing, or when another controller leads."""
         started_s = self._clock.steady_s()
-        raw, switch_raw, pins_raw = self._state.read_many(
-            [records.node_key(node, "report"), records.SWITCH, records.PINS]
-        )
+        raw, switch_raw, pins_raw = self._state.read_many([records.node_key(node, "report"), records.SWITCH, records.PINS])
         if raw is None:
             self._metrics.skipped.labels(what="plan", reason="node_silent").inc()
             return None
@@ -247,10 +246,11 @@ class Controller:
         for model in [m for m, e in past.items() if e.ended and now_s - e.order.issued_s > 86_400.0]:
             del past[model]
 
-    def order_ended(self, node: NodeName, decision_id: str) -> None:
-        """An agent says that an order is over. Any thread."""
+    def order_ended(self, node: NodeName, decision_id: str, outcome: str) -> None:
+        """An agent says that an order is over, and what became of it. Any thread."""
         for entry in list(self._past.get(node, {}).values()):
             if entry.order.decision_id == decision_id:
+                entry.unused = outcome in _UNUSED
                 entry.ended = True
 
     def _count_plan(self, planned: Planned, trigger: str, took_s: float) -> None:

@@ -106,9 +106,7 @@ class Follower:
         """Opens the file, or the rotated one that the place is in; False while there is none."""
         candidates = [self._path]
         if place[0]:
-            candidates = [
-                p for p in self._path.parent.glob(self._path.name + "*") if p.stat().st_ino == place[0]
-            ] or candidates
+            candidates = [p for p in self._path.parent.glob(self._path.name + "*") if p.stat().st_ino == place[0]] or candidates
         try:
             file = candidates[0].open("rb")
         except FileNotFoundError:
@@ -206,9 +204,7 @@ class Follower:
         self._metrics.bad_requests.labels(source="file", reason=reason.split(":")[0]).inc()
         self._named += 1
         if self._named <= _NAMED:
-            log().warning(
-                "line_skipped", path=str(self._path), line=self._line if line is None else line, reason=reason
-            )
+            log().warning("line_skipped", path=str(self._path), line=self._line if line is None else line, reason=reason)
 
 
 def _first(record: dict[str, Any], paths: tuple[str, ...]) -> Any:

@@ -110,11 +110,7 @@ class Learner:
                 number = self._number[request.model] = len(self.names)
                 self.names.append(request.model)
                 started.append(request.model)
-            elif (
-                number < self.traffic.n_models
-                and request.ts - self.traffic.last_s[number] > _START_S
-                and request.model not in started
-            ):
+            elif number < self.traffic.n_models and request.ts - self.traffic.last_s[number] > _START_S and request.model not in started:
                 started.append(request.model)
             newest = max(newest, request.ts)
             ts.append(request.ts)
@@ -171,9 +167,7 @@ class Learner:
             hazard, fallback = self._hazard(at_s, which)
             if hazard is not None:
                 assert self.predictor is not None
-                blend = np.exp(
-                    _HAZARD_SHARE * np.log(hazard + 1e-12) + (1.0 - _HAZARD_SHARE) * np.log(mix[where] + 1e-12)
-                )
+                blend = np.exp(_HAZARD_SHARE * np.log(hazard + 1e-12) + (1.0 - _HAZARD_SHARE) * np.log(mix[where] + 1e-12))
                 per_s = np.zeros(len(models))
                 per_s[where] = blend
                 learned = np.zeros(len(models))

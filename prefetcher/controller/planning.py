@@ -44,11 +44,12 @@ CANDIDATES = 4
 
 @dataclass(slots=True)
 class PastOrder:
-    """The last order for a model on a node: the order, its score, and whether it is over (`ended`)."""
+    """The last order for a model on a node: the order, its score, whether it is over, and whether it went unused."""
 
     order: Order
     score: float
     ended: bool = False
+    unused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class _Chooser:
                 continue
             score = float(self._index[i]) * load_discount(rate, float(self._link_s[i]))
             past = given.past.get(known.model)
-            if past is not None and past.ended and given.last_row_s(known.model) < past.order.issued_s:
+            if past is not None and past.unused and given.last_row_s(known.model) < past.order.issued_s:
                 if score < SECOND_CHANCE * past.score:
                     self._skip("went_unused_before")
                     continue
@@ -198,9 +199,7 @@ class _Chooser:
             self._skip("link_busy")
             return [], []
         candidates = self._candidates(
-            past.order.key.model
-            for past in given.past.values()
-            if not past.ended and past.order.deadline_s > given.now_s
+            past.order.key.model for past in given.past.values() if not past.ended and past.order.deadline_s > given.now_s
         )
         free = float(report.memory.budget_bytes - report.memory.taken_bytes)
         link_left_s = given.tick_s * (1.0 - report.busy_ratio)
@@ -208,11 +207,7 @@ class _Chooser:
             [
                 i
                 for i, k in enumerate(report.known)
-                if (h := self._held.get(k.model))
-                and h.state == "ready"
-                and not h.leases
-                and not h.pinned
-                and not h.decision_id
+                if (h := self._held.get(k.model)) and h.state == "ready" and not h.leases and not h.pinned and not h.decision_id
             ],
             np.int64,
         )
