@@ -124,7 +124,7 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
 
 
 def test_no_server_there() -> None:
-    with pytest.raises(UnavailableError, match="127.0.0.1:1"):
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
         RedisState("redis://127.0.0.1:1/0")
     with pytest.raises(UnavailableError, match="no address"):
         RedisState("nonsense")

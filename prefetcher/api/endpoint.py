@@ -1,6 +1,7 @@
 """The HTTP endpoint: routes over `api.service`, errors as problem details (RFC 9457), a limit on bodies, metrics and health.
 
-Handlers are plain functions that run in the server's threads. Covers neither what answers mean (`api.service`) nor the server's life (`app`).
+Handlers are plain functions that run in the server's threads. It covers
+neither what answers mean (`api.service`) nor the server's life (`app`).
 """
 
 from __future__ import annotations

@@ -116,7 +116,9 @@ def _over(points: list[dict[str, Any]], names: tuple[str, ...]) -> list[float]:
 def _figures(points: list[dict[str, Any]]) -> dict[str, float | None]:
     over_best = _over(points, PEERS)
     singles = [g for g in (_geomean(_over(points, (n,))) for n in PEERS if all(n in p["policies"] for p in points)) if g is not None]
-    below = sum(1 for p in points if OURS in p["policies"] and (b := _best(p, BELADYS[:4])) is not None and p["policies"][OURS]["cold_seconds"] < b)
+    below = sum(
+        1 for p in points if OURS in p["policies"] and (b := _best(p, BELADYS[:4])) is not None and p["policies"][OURS]["cold_seconds"] < b
+    )
     return {
         "geomean_over_best_peer": _geomean(over_best),
         "geomean_over_best_simple": _geomean(_over(points, SIMPLE)),

@@ -26,7 +26,16 @@ def run(json_out: Path, *, traces: Path | None = None, trace: str = "servegen_m_
     with tempfile.TemporaryDirectory() as folder:
         for name, policy in (("warm", "lru"), ("lru_s", "lru"), ("ours_s", "ours")):
             command = [sys.executable, "-m", "prefetcher.cli", "replay", str(Path(traces) / f"{trace}.parquet")]
-            command += ["--catalog", str(Path(traces) / f"{trace}.catalog.json"), "--policy", policy, "--capacity-ratio", "0.5", "--out", folder]
+            command += [
+                "--catalog",
+                str(Path(traces) / f"{trace}.catalog.json"),
+                "--policy",
+                policy,
+                "--capacity-ratio",
+                "0.5",
+                "--out",
+                folder,
+            ]
             start_s = clock.steady_s()
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:

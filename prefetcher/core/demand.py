@@ -63,7 +63,7 @@ def _class_of_first_gap() -> int:
 
 @kernel
 def _class_of(gap_s: float) -> int:
-    return min(CLASSES - 1, max(0, int(math.floor(math.log2(max(gap_s, 1e-9) / 15.0)))))
+    return min(CLASSES - 1, max(0, math.floor(math.log2(max(gap_s, 1e-9) / 15.0))))
 
 
 @kernel

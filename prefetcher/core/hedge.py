@@ -19,7 +19,9 @@ class Hedge:
     `start` is live until `settle_periods` costs were seen. Costs are seconds of waiting plus the price of what was held.
     """
 
-    def __init__(self, experts: int, *, half_life_s: float = 86400.0, hysteresis: float = 0.02, settle_periods: int = 6, start: int = 0) -> None:
+    def __init__(
+        self, experts: int, *, half_life_s: float = 86400.0, hysteresis: float = 0.02, settle_periods: int = 6, start: int = 0
+    ) -> None:
         self.cost = np.zeros(experts)
         self.live = start
         self._half_life_s = half_life_s

@@ -151,11 +151,17 @@ WEIGHTS = np.dtype(
 )  # fmt: skip
 
 RESIDENCY_EVENT = np.dtype(
-    [("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("ready_s", "f8"), ("last_use_s", "f8"), ("end_s", "f8"), ("prefetch", "?"), ("order", "i8")]
+    [
+        ("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("ready_s", "f8"), ("last_use_s", "f8"), ("end_s", "f8"),
+        ("prefetch", "?"), ("order", "i8"),
+    ]
 )  # fmt: skip
 TRANSFER_EVENT = np.dtype([("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("end_s", "f8"), ("prefetch", "?")])
 ORDER_EVENT = np.dtype(
-    [("cache", "i8"), ("model", "i8"), ("issued_s", "f8"), ("ready_s", "f8"), ("first_use_s", "f8"), ("end_s", "f8"), ("outcome", "i8"), ("premature", "?")]
+    [
+        ("cache", "i8"), ("model", "i8"), ("issued_s", "f8"), ("ready_s", "f8"), ("first_use_s", "f8"), ("end_s", "f8"),
+        ("outcome", "i8"), ("premature", "?"),
+    ]
 )  # fmt: skip
 
 #: Codes of `ORDER_EVENT.outcome`, by position.
@@ -179,7 +185,7 @@ class World(NamedTuple):
 
 
 class Hazard(NamedTuple):
-    """Rates of next use (`core.value.next_use_rate`) from a predictor, per variant: at each tick for all models, and right after each row."""
+    """Rates of next use (`core.value.next_use_rate`) per variant: at each tick for all models, and right after each row."""
 
     at_tick: npt.NDArray[np.float32]  #: float32[V, ticks, n]
     after_row: npt.NDArray[np.float32]  #: float32[V, rows of this block]
@@ -201,12 +207,12 @@ class Caches(NamedTuple):
 
 
 class EventLog(NamedTuple):
-    """What happened, appended by the kernels; `count` holds the used rows of each array. Rows' waits only for caches with a slot."""
+    """What happened, appended by the kernels; `filled` holds the used rows of each array. Rows' waits only for caches with a slot."""
 
     residency: npt.NDArray[np.void]
     transfers: npt.NDArray[np.void]
     orders: npt.NDArray[np.void]
-    count: npt.NDArray[np.int64]  #: int64[3]
+    filled: npt.NDArray[np.int64]  #: int64[3]
     slot: npt.NDArray[np.int64]  #: int64[E], row of `wait_s` and `found`, -1 for none
     wait_s: npt.NDArray[np.float64]  #: float64[S, N]
     found: npt.NDArray[np.int8]  #: int8[S, N]
@@ -263,7 +269,7 @@ def new_event_log(caches: int, rows: int, logged: list[int]) -> EventLog:
         residency=np.zeros(_EVENT_ROWS, RESIDENCY_EVENT),
         transfers=np.zeros(_EVENT_ROWS, TRANSFER_EVENT),
         orders=np.zeros(_EVENT_ROWS, ORDER_EVENT),
-        count=np.zeros(3, np.int64),
+        filled=np.zeros(3, np.int64),
         slot=slot,
         wait_s=np.zeros(shape),
         found=np.zeros(shape, np.int8),
@@ -274,4 +280,6 @@ def new_event_log(caches: int, rows: int, logged: list[int]) -> EventLog:
 def no_hazard(models: int) -> Hazard:
     """For policies that learn nothing."""
     empty = np.zeros((1, 1, models), np.float32)
-    return Hazard(at_tick=empty, after_row=np.zeros((1, 1), np.float32), latest=np.zeros((1, models), np.float32), first_tick=0, first_row=0)
+    return Hazard(
+        at_tick=empty, after_row=np.zeros((1, 1), np.float32), latest=np.zeros((1, models), np.float32), first_tick=0, first_row=0
+    )

@@ -90,8 +90,8 @@ def _evict(e: int, model: int, at_s: float, outcome: int, world: World, demand: 
             order.outcome = outcome
             if outcome != CANCELLED:
                 w.refused_after_s = at_s
-    event = log.residency[log.count[0]]
-    log.count[0] += 1
+    event = log.residency[log.filled[0]]
+    log.filled[0] += 1
     event.cache = e
     event.model = model
     event.start_s = w.taken_s
@@ -119,13 +119,13 @@ def _set_expiry(e: int, model: int, expiry_s: float, caches: Caches) -> None:
 @kernel
 def _sweep_expired(e: int, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
     cache = caches.cache[e]
-    if cache.expiry_s >= now_s:
+    if cache.expiry_s > now_s:
         return
     weights = caches.weights[e]
     earliest = np.inf
     for m in range(len(weights)):
         if weights[m].status == READY:
-            if weights[m].expiry_s < now_s:
+            if weights[m].expiry_s <= now_s:
                 _evict(e, m, weights[m].expiry_s, USELESS, world, demand, caches, log)
             else:
                 earliest = min(earliest, weights[m].expiry_s)
@@ -135,8 +135,8 @@ def _sweep_expired(e: int, now_s: float, world: World, demand: Demand, caches: C
 @kernel
 def _log_segment(e: int, now_s: float, caches: Caches, log: EventLog) -> None:
     cache = caches.cache[e]
-    event = log.transfers[log.count[1]]
-    log.count[1] += 1
+    event = log.transfers[log.filled[1]]
+    log.filled[1] += 1
     event.cache = e
     event.model = cache.moving
     event.start_s = cache.segment_s
@@ -334,7 +334,7 @@ def _start_demand(e: int, now_s: float, world: World, demand: Demand, hazard: Ha
             waiting[q] = weights[queue[q]].rows
             left_s[q] = max(weights[queue[q]].left_s, 1e-9)
         position = next_in_smith_order(waiting, left_s)
-    model = queue[position]
+    model = int(queue[position])
     for q in range(position, cache.queued - 1):
         queue[q] = queue[q + 1]
     cache.queued -= 1
@@ -360,8 +360,8 @@ def _issue(e: int, model: int, now_s: float, world: World, demand: Demand, cache
         _evict(e, cache.partial, now_s, CANCELLED, world, demand, caches, log)
     if cache.partial != model:
         _take_memory(e, model, now_s, True, world, caches)
-        number = log.count[2]
-        log.count[2] += 1
+        number = log.filled[2]
+        log.filled[2] += 1
         order = log.orders[number]
         order.cache = e
         order.model = model
@@ -426,18 +426,18 @@ def _prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazar
             if len(key) == 0:
                 residents = _residents(e, -1, caches)
                 key = np.empty(len(weights))
-                for m in residents:
-                    key[m] = key_of(e, m, policy.prefetch_variant, False, now_s, world, demand, hazard, caches)
+                for resident in residents:
+                    key[resident] = key_of(e, int(resident), policy.prefetch_variant, False, now_s, world, demand, hazard, caches)
             victims, suffice = choose_victims(key, world.size_bytes, residents, need)
             if not suffice or not outbids(score[place] / policy.margin, world.size_bytes[model], key, world.size_bytes, victims):
                 continue
             highest = 0.0
-            for m in victims:
-                highest = max(highest, key[m])
+            for victim in victims:
+                highest = max(highest, key[victim])
             if score[place] <= policy.margin * highest:
                 continue
-        for m in victims:
-            _evict(e, m, now_s, DISPLACED, world, demand, caches, log)
+        for victim in victims:
+            _evict(e, victim, now_s, DISPLACED, world, demand, caches, log)
         weights[model].priority = score[place]
         _issue(e, model, now_s, world, demand, caches, log)
         return
@@ -543,15 +543,12 @@ def _schedule(e: int, caches: Caches) -> None:
 @kernel
 def _has_space(models: int, caches: int, log: EventLog) -> bool:
     room = caches * (models + 8)
-    return (
-        log.count[0] + room < len(log.residency) and log.count[1] + room < len(log.transfers) and log.count[2] + room < len(log.orders)
-    )
+    fullest = max(log.filled[0] - len(log.residency), log.filled[1] - len(log.transfers), log.filled[2] - len(log.orders))
+    return bool(fullest + room < 0)
 
 
 @kernel
-def _run_until(
-    e: int, until_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog
-) -> bool:
+def _run_until(e: int, until_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> bool:
     """Transfer ends, ticks and pre-warming up to `until_s`, inclusive; False when the log is full and the caller must grow it."""
     cache = caches.cache[e]
     policy = caches.policy[e]
@@ -603,7 +600,7 @@ def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Deman
     cache = caches.cache[e]
     policy = caches.policy[e]
     w = caches.weights[e][model]
-    if w.status == READY and w.expiry_s < now_s:
+    if w.status == READY and w.expiry_s <= now_s:
         _evict(e, model, w.expiry_s, USELESS, world, demand, caches, log)
     if policy.idle_windows:
         if demand.rows[model] > 1:
@@ -658,9 +655,7 @@ def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Deman
 
 
 @kernel
-def advance(
-    first: int, last: int, until_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog
-) -> int:
+def advance(first: int, last: int, until_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> int:
     """Takes every cache through rows `first` to `last` (exclusive), then through events up to `until_s`.
 
     Returns the row it got to: `last` + 1 when all is done; less when `log` must grow, then call again from there.

@@ -43,18 +43,26 @@ def _mix_rate(demand: Demand, model: int, now_s: float) -> float:
     rate = 0.0
     for k in MIX_TAUS:
         rate += decayed_rate(demand, k, model, now_s)
-    return rate / len(MIX_TAUS)
+    return float(rate / len(MIX_TAUS))
 
 
 @kernel
 def next_use_per_s(
-    rank: int, tau: int, variant: int, model: int, now_s: float, demand: Demand, hazard: Hazard, world: World, next_ts: npt.NDArray[np.float64]
+    rank: int,
+    tau: int,
+    variant: int,
+    model: int,
+    now_s: float,
+    demand: Demand,
+    hazard: Hazard,
+    world: World,
+    next_ts: npt.NDArray[np.float64],
 ) -> float:
     """h, the rate at which the next use comes, as the expert sees it; 0 for a model without a row (unless the future is known)."""
     if rank == NEXT_USE:
-        return 1.0 / max(next_ts[model] - now_s, 1e-3)
+        return float(1.0 / max(next_ts[model] - now_s, 1e-3))
     if rank == NEXT_USE_BYTES:
-        return 1.0 / (max(next_ts[model] - now_s, 1e-3) * world.size_bytes[model])
+        return float(1.0 / (max(next_ts[model] - now_s, 1e-3) * world.size_bytes[model]))
     if demand.rows[model] == 0:
         return 0.0
     if rank == LFU:
@@ -80,7 +88,7 @@ def key_of(
     weights = caches.weights[e]
     rank = policy.rank
     if rank == LRU:
-        return max(demand.last_s[model], weights[model].load_end_s)
+        return float(max(demand.last_s[model], weights[model].load_end_s))
     if rank == GDSF:
         return float(weights[model].priority)
     rate = next_use_per_s(rank, policy.tau, variant, model, now_s, demand, hazard, world, caches.next_ts)

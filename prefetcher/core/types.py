@@ -7,7 +7,7 @@ seconds since 1970-01-01 UTC (`_s`), sizes bytes (`_bytes`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from typing import NewType
 
 __all__ = [
@@ -46,7 +46,7 @@ class Tier(IntEnum):
     DEVICE = 3
 
 
-class Cause(str, Enum):
+class Cause(StrEnum):
     """What started a load."""
 
     FORECAST = "forecast"
@@ -57,7 +57,7 @@ class Cause(str, Enum):
     DEMAND = "demand"
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """What became of a prefetch; exactly one each."""
 
     TIMELY = "timely"
@@ -71,7 +71,7 @@ class Outcome(str, Enum):
     OPEN = "open"
 
 
-class Arm(str, Enum):
+class Arm(StrEnum):
     """The side of the permanent experiment that an order belongs to."""
 
     TREATED = "treated"

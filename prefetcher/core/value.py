@@ -78,9 +78,7 @@ def _next_use_rate(probability: npt.NDArray[np.float32], horizons_s: npt.NDArray
 
 
 @kernel
-def next_use_rate(
-    probability: npt.NDArray[np.float32], horizons_s: npt.NDArray[np.float64], last: int
-) -> npt.NDArray[np.float32]:
+def next_use_rate(probability: npt.NDArray[np.float32], horizons_s: npt.NDArray[np.float64], last: int) -> npt.NDArray[np.float32]:
     """h = P(T ≤ W) / E[min(T, W)] per row, W = `horizons_s[last]`; per second.
 
     `probability` is float32[rows, horizons], P(next use within the horizon); between horizons the hazard is taken as constant. NaN in a

@@ -130,8 +130,8 @@ def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace
         slot = int(log.slot[e])
         wait_s[part.rows], found[part.rows], node[part.rows] = log.wait_s[slot, : len(part.rows)], log.found[slot, : len(part.rows)], k
         t1 = part.world.t1_s
-        orders = log.orders[: log.count[2]]
-        held = log.residency[: log.count[0]]
+        orders = log.orders[: log.filled[2]]
+        held = log.residency[: log.filled[0]]
         held = held[held["cache"] == e]
         end_s = np.where(held["start_s"] < t1, np.minimum(held["end_s"], t1), held["end_s"])
         ready_s = np.where(held["ready_s"] <= end_s, held["ready_s"], np.nan)
@@ -139,12 +139,12 @@ def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace
         n = len(held)
         columns = [
             _same(part.node, n), _names(held["model"], trace.models), _same("", n), _same("host", n), _times(held["start_s"]),
-            _times(ready_s), _times(np.where(np.isnan(ready_s), np.nan, np.minimum(held["last_use_s"], end_s))), _times(end_s),
+            _times(ready_s), _times(np.minimum(held["last_use_s"], end_s)), _times(end_s),
             _names(held["prefetch"].astype(np.int8), ["demand", "forecast"]), _names(outcome, [*OUTCOMES, "demand"]),
             pa.array(size[held["model"]]),
         ]  # fmt: skip
         tables["residency"].append(pa.Table.from_arrays(columns, names=SCHEMAS["residency"].names).cast(SCHEMAS["residency"]))
-        moved = log.transfers[: log.count[1]]
+        moved = log.transfers[: log.filled[1]]
         moved = moved[moved["cache"] == e]
         n = len(moved)
         moved_bytes = (moved["end_s"] - moved["start_s"]) / part.world.link_s[moved["model"]] * size[moved["model"]]
@@ -170,5 +170,8 @@ def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace
         ],
         names=SCHEMAS["waits"].names,
     )  # fmt: skip
-    whole = {name: pa.concat_tables([t.unify_dictionaries() for t in parts_of]).unify_dictionaries().combine_chunks() for name, parts_of in tables.items()}
+    whole = {
+        name: pa.concat_tables([t.unify_dictionaries() for t in parts_of]).unify_dictionaries().combine_chunks()
+        for name, parts_of in tables.items()
+    }
     return PolicyLogs(residency=whole["residency"], transfers=whole["transfers"], waits=waits, orders=whole["orders"])

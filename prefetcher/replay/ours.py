@@ -52,7 +52,7 @@ Progress = Callable[[float, str], None]
 
 
 class Rates:
-    """Rates of next use over the whole log: `at_tick` float32[V, ticks, n] and `after_row` float32[V, N], as `core.node.Hazard` has them."""
+    """Rates of next use over the whole log: `at_tick` float32[V, ticks, n], `after_row` float32[V, N], as in `core.node.Hazard`."""
 
     def __init__(self, at_tick: npt.NDArray[np.float32], after_row: npt.NDArray[np.float32]) -> None:
         self.at_tick = at_tick
@@ -65,14 +65,14 @@ def score_log(trace: Trace, seed: int, progress: Progress) -> Rates:
     stream = HazardStream(len(trace.models), trace.t0, horizons=_HORIZONS, settings=HazardSettings(seed=seed))
     model, user, count = trace.model.astype(np.int64), trace.user.astype(np.int64), trace.count.astype(np.int64)
     ticks = int((trace.t1 - trace.t0) / 60.0) + 1
-    rates = Rates(
-        np.full((len(_WINDOWS), ticks, len(trace.models)), np.nan, np.float32), np.zeros((len(_WINDOWS), len(trace)), np.float32)
-    )
+    rates = Rates(np.full((len(_WINDOWS), ticks, len(trace.models)), np.nan, np.float32), np.zeros((len(_WINDOWS), len(trace)), np.float32))
     first, tick, start_s = 0, 0, trace.t0
     while first < len(trace):
         until_s = start_s + 4 * PERIOD_S
         last = int(np.searchsorted(trace.ts, until_s))
-        block = stream.advance(trace.ts[first:last], model[first:last], user[first:last] if trace.users else None, count[first:last], until_s)
+        block = stream.advance(
+            trace.ts[first:last], model[first:last], user[first:last] if trace.users else None, count[first:last], until_s
+        )
         taken = min(len(block.ticks), ticks - tick)
         for v, window in enumerate(_WINDOWS):
             rates.after_row[v, first:last] = next_use_rate(block.p_rows, horizons_s, window)
@@ -84,7 +84,13 @@ def score_log(trace: Trace, seed: int, progress: Progress) -> Rates:
 
 
 def run_ours(
-    part: NodeLog, rates: Rates, capacity_bytes: float, price_s_per_gb_h: float, hold_s: float, progress: Progress, schedule: list[int] | None = None
+    part: NodeLog,
+    rates: Rates,
+    capacity_bytes: float,
+    price_s_per_gb_h: float,
+    hold_s: float,
+    progress: Progress,
+    schedule: list[int] | None = None,
 ) -> tuple[EventLog, list[int], list[str]]:
     """One node: (event log, expert of every period, their names). Slots of the log: LIVE and SHADOW.
 

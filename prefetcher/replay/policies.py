@@ -50,7 +50,10 @@ def parse_policy(name: str, taus_s: list[float]) -> Policy:
     elif base in _BASE:
         policy = _BASE[base]
     else:
-        raise UsageError(f"unknown policy {name!r}; known are lru, gdsf, lfu:SECONDS, sieve, lhd, ttl:SECONDS, hybrid, belady, belady-size, clairvoyant, ours")
+        raise UsageError(
+            f"unknown policy {name!r}; known are lru, gdsf, lfu:SECONDS, sieve, lhd, ttl:SECONDS, hybrid, belady, "
+            "belady-size, clairvoyant and ours"
+        )
     if suffix == "" and not name.endswith("-"):
         return policy
     if suffix == "smith" and kind not in _WITHOUT_SMITH:

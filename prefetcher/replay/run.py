@@ -30,6 +30,7 @@ DEFAULT_HOLD_S = 600.0
 #: The prices of the frontier, as factors of the price asked for.
 FRONTIER_FACTORS: tuple[float, ...] = (4.0, 16.0, 64.0, 256.0)
 SHADOW_NAME = "ours-shadow"
+_COLUMNS = ("cold_seconds", "wait_p95_s", "wait_p99_s", "held_gb_h", "idle_gb_h", "wasted_gb_h", "moved_gb")
 
 Progress = Callable[[float, str], None]
 
@@ -166,7 +167,8 @@ def replay_command(
         node_count = len(trace.node_names) or nodes
         capacity = float(trace.bytes_.sum()) * capacity_ratio / node_count if capacity_ratio is not None else float(host_bytes or 0)
         simulation = Simulation(
-            trace, capacity, link_bytes_per_s=link_bytes_per_s, nodes=nodes, warmup_ratio=warmup_ratio, load_s=load_s, price=price, seed=seed,
+            trace, capacity, link_bytes_per_s=link_bytes_per_s, nodes=nodes, warmup_ratio=warmup_ratio, load_s=load_s,
+            price=price, seed=seed,
             progress=progress,
         )  # fmt: skip
         logs = simulation.rivals(rivals)
@@ -182,7 +184,8 @@ def replay_command(
                     entry = simulation.totals(OURS, simulation.ours(price * factor, follow=True)[0])
                     frontier.append(FrontierPoint(OURS, entry["held_gb_h"], entry["cold_seconds"], price * factor))
         progress(0.0, "writing logs and report")
-        line = _write(out, trace, simulation, names, entries, logs, frontier, nodes=node_count, link_bytes_per_s=link_bytes_per_s, seed=seed,
+        line = _write(out, trace, simulation, names, entries, logs, frontier, nodes=node_count,
+                      link_bytes_per_s=link_bytes_per_s, seed=seed,
                       warmup_ratio=warmup_ratio, tz=tz)  # fmt: skip
     console = Console()
     console.print(line, soft_wrap=True, highlight=False)
@@ -193,7 +196,12 @@ def replay_command(
 
 
 def _check(
-    names: list[str], capacity_ratio: float | None, host_bytes: int | None, link_bytes_per_s: float, warmup_ratio: float, price: float | None
+    names: list[str],
+    capacity_ratio: float | None,
+    host_bytes: int | None,
+    link_bytes_per_s: float,
+    warmup_ratio: float,
+    price: float | None,
 ) -> None:
     if not names:
         raise UsageError("no policy named; give --policy, as in --policy lru,ours")
@@ -239,12 +247,22 @@ def _print_table(console: Any, entries: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table()
-    for head in ("policy", "cold starts", "cold seconds", "p95 wait, s", "p99 wait, s", "GB·h held", "GB·h idle", "GB·h wasted", "GB moved"):
+    for head in (
+        "policy",
+        "cold starts",
+        "cold seconds",
+        "p95 wait, s",
+        "p99 wait, s",
+        "GB·h held",
+        "GB·h idle",
+        "GB·h wasted",
+        "GB moved",
+    ):
         table.add_column(head, justify="left" if head == "policy" else "right", overflow="fold", no_wrap=head == "policy")
     for entry in entries:
         table.add_row(
             entry["policy"], f"{entry['cold_starts']:,}",
-            *(_figure(entry[key]) for key in ("cold_seconds", "wait_p95_s", "wait_p99_s", "held_gb_h", "idle_gb_h", "wasted_gb_h", "moved_gb")),
+            *(_figure(entry[key]) for key in _COLUMNS),
         )  # fmt: skip
     console.print(table)
 
