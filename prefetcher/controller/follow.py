@@ -1,6 +1,7 @@
 """Follows a gateway's log file: whole lines become rows of the request log, together with how far was read.
 
-JSON lines or CSV (by its name), through the same field maps and times as replay. A file that is replaced or cut is followed on; the place is kept in the
+JSON lines or CSV (by its name), through the same field maps and times as replay. A file that is
+replaced or cut is followed on; the place is kept in the
 stream's own marks, so each line is taken once, also across a crash. Bad lines are counted and named, and never in the way.
 """
 

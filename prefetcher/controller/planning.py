@@ -181,10 +181,10 @@ class _Chooser:
                 continue
             score = float(self._index[i]) * load_discount(rate, float(self._link_s[i]))
             past = given.past.get(known.model)
-            if past is not None and past.unused and given.last_row_s(known.model) < past.order.issued_s:
-                if score < SECOND_CHANCE * past.score:
-                    self._skip("went_unused_before")
-                    continue
+            stale = past is not None and past.unused and given.last_row_s(known.model) < past.order.issued_s
+            if past is not None and stale and score < SECOND_CHANCE * past.score:
+                self._skip("went_unused_before")
+                continue
             found.append((score, i))
         found.sort(key=lambda pair: (-pair[0], pair[1]))
         return found

@@ -104,7 +104,10 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True):
-    """What an agent says about itself. `recent_wait_s` and `waiting_rows` are moving means over loads; `busy_ratio` of the last ten minutes."""
+    """What an agent says about itself.
+
+    `recent_wait_s` and `waiting_rows` are moving means over loads; `busy_ratio` of the last ten minutes.
+    """
 
     node: str
     at_s: float

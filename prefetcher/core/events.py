@@ -1,17 +1,24 @@
 """What a node's residency machine hears (events, past tense) and says (instructions, imperative).
 
-Covers the vocabulary between `core.residency` and its shells; the facts that the ledger records are in `core.facts`. Times are
-seconds since 1970-01-01 UTC (`_s`), sizes bytes (`_bytes`). Where an event names weights by `target`, a bare model name means the
+Covers the vocabulary between `core.residency` and its shells; the facts that the ledger records are in `core.facts`.
+Times are
+seconds since 1970-01-01 UTC (`_s`), sizes bytes (`_bytes`). Where an event names weights by `target`, a bare model
+name means the
 version that serves.
 
 What the machine expects of a loader, for every edge:
 
-* `LoadWeights` takes the memory for all bytes of the weights (with `resumed` it has it already) and is answered by any number of
-  `BytesVerified` and then one of `WeightsLoaded`, `LoadPaused`, `LoadFailed`. After `LoadFailed` no byte of the copy is left in its tier.
-* `PauseLoad` is answered by `LoadPaused` at the end of the running block, or by what happened first: `WeightsLoaded` or `LoadFailed`.
+* `LoadWeights` takes the memory for all bytes of the weights (with `resumed` it has it already) and is answered by
+  any number of
+  `BytesVerified` and then one of `WeightsLoaded`, `LoadPaused`, `LoadFailed`. After `LoadFailed` no byte of the copy
+  is left in its tier.
+* `PauseLoad` is answered by `LoadPaused` at the end of the running block, or by what happened first: `WeightsLoaded`
+  or `LoadFailed`.
   The memory stays taken.
-* `CancelLoad` and `EvictWeights` are answered by `WeightsEvicted` once the kernel has the bytes back, also when the load had just
-  completed or failed, or nothing was left. Both are repeated when an answer is overdue, and may be answered more than once.
+* `CancelLoad` and `EvictWeights` are answered by `WeightsEvicted` once the kernel has the bytes back, also when the
+  load had just
+  completed or failed, or nothing was left. Both are repeated when an answer is overdue, and may be answered more than
+  once.
 """
 
 from __future__ import annotations
@@ -72,6 +79,10 @@ class Evicted(StrEnum):
     PRICE = "price"  # a held byte saves less than it costs
     VERSION = "version"  # a newer version serves
     ASKED = "asked"  # by hand
+    OVERDUE = "overdue"  # said again: it should have left by now
+    BAD = "bad"  # not the bytes that were promised: to be quarantined
+    GONE = "gone"  # it left without our doing
+    NO_ROOM = "no_room"  # found at start, and larger than what is left of the budget
 
 
 # --- events ---
@@ -81,7 +92,8 @@ class Evicted(StrEnum):
 class CatalogSeen:
     """Weights exist. `link_s` is the time of each edge by the tier that it leads to.
 
-    `complete` are the tiers that hold every byte, verified; HOST and DEVICE among them are adopted if they fit. Seen again it refreshes
+    `complete` are the tiers that hold every byte, verified; HOST and DEVICE among them are adopted if they fit. Seen
+    again it refreshes
     times and adds tiers; a size that changed under the same key is refused (a version names its bytes).
     """
 
@@ -100,7 +112,8 @@ class PlanReceived:
 class Requested:
     """A request row was seen: demand. `ts` is the row's own time; waits count from it.
 
-    `index`, where the sender has it, is the weights' index with this row counted in: scores are refreshed before they are compared.
+    `index`, where the sender has it, is the weights' index with this row counted in: scores are refreshed before they
+    are compared.
     """
 
     target: Target

@@ -1,6 +1,7 @@
 """The facts that a ledger is made of: what happened to orders, rows, transfers and memory.
 
-`core.residency` states them (in `Record` instructions), `core.ledger` adds them up; nothing else is needed to recompute a ledger. Times
+`core.residency` states them (in `Record` instructions), `core.ledger` adds them up; nothing else is needed to
+recompute a ledger. Times
 are seconds since 1970-01-01 UTC (`_s`), sizes bytes (`_bytes`).
 """
 
@@ -107,7 +108,8 @@ class RowSeen:
 class RowServed:
     """The weights were there for it after `wait_s`.
 
-    `bypass`: from the tier below; the wait then ends with the time of that link, as known. `dropped`: it was given up (no weights within
+    `bypass`: from the tier below; the wait then ends with the time of that link, as known. `dropped`: it was given up
+    (no weights within
     the deadline, the holder died); its wait is what it had waited.
     """
 

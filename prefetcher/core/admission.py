@@ -1,0 +1,152 @@
+"""Who may come into a tier, who makes room, and who is served from the tier below instead.
+
+Works out, for one transfer that could start now, one of the admissions below; `core.residency` acts on it. The rules
+themselves (victims as
+a set, bypass) are `core.planner`'s. Nothing is changed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+import numpy as np
+
+from prefetcher.core.copies import IN_FLIGHT, Holdings, Stage, Weights
+from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.types import Tier
+
+__all__ = ["Admission", "Rank", "Verdict", "admit", "below_price", "index_of"]
+
+#: The index window of the decision: weights that nobody knows anything about are taken to be used once in it at most.
+UNKNOWN_WINDOW_S = 600.0
+
+
+class Rank(IntEnum):
+    """Whose transfer it is; lower goes first."""
+
+    DEMAND = 0
+    HAND = 1
+    CARRY = 2
+    PREFETCH = 3
+
+
+class Verdict(StrEnum):
+    START = "start"  # the memory is there
+    EVICT = "evict"  # it is there once `victims` (and what was paused, `dropped`) have left
+    WAIT = "wait"  # it is there once the kernel gives back what already leaves
+    BYPASS = "bypass"  # not worth its victims, or its price
+    NO_ROOM = "no_room"  # what could leave does not suffice just now
+    NEVER = "does_not_fit"  # larger than what the tier may ever give it
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    verdict: Verdict
+    reason: str = ""
+    victims: list[Weights] = field(default_factory=list)
+    dropped: list[Weights] = field(default_factory=list)
+
+
+def index_of(weights: Weights, holdings: Holdings, now_s: float) -> float:
+    """What a held byte saves per second: the plan's figure, else one from recency alone, so that the unknown are
+    ranked as LRU would.
+
+    The hazard of weights of which only the last use is known is taken as 1 / max(age, 600 s), and a miss costs the
+    bytes' own link time.
+    """
+    if weights.index is not None:
+        return weights.index
+    return 1.0 / (holdings.limits.link_bytes_per_s * max(now_s - weights.last_use_s, UNKNOWN_WINDOW_S))
+
+
+def below_price(weights: Weights, holdings: Holdings, price_per_byte_s: float, now_s: float) -> bool:
+    """Whether a held byte costs more than it saves; of unknown index, whether they idled for their ski-rental time C / (λ·s)."""
+    if weights.index is not None:
+        return weights.index < price_per_byte_s
+    age_s = max(0.0, now_s - weights.last_use_s)
+    return age_s * price_per_byte_s * holdings.limits.link_bytes_per_s > 1.0
+
+
+def admit(
+    holdings: Holdings,
+    weights: Weights,
+    tier: Tier,
+    rank: Rank,
+    price_per_byte_s: float,
+    now_s: float,
+    claimed_bytes: int = 0,
+) -> Admission:
+    """What would have to happen for `weights` to move into `tier` now. `claimed_bytes` are promised to a transfer ahead of it."""
+    if tier in weights.copies:
+        paused = weights.copies[tier].stage is Stage.PAUSED
+        return Admission(Verdict.START if paused else Verdict.WAIT)
+    guess = rank in (Rank.PREFETCH, Rank.CARRY)
+    if rank is Rank.DEMAND and not weights.pinned and below_price(weights, holdings, price_per_byte_s, now_s):
+        return Admission(Verdict.BYPASS, "price")
+    budget = holdings.budget(tier, prefetch=guess)
+    if budget is None:
+        return Admission(Verdict.START)
+    if weights.bytes > budget - holdings.pinned_bytes(tier, weights.key):
+        return Admission(Verdict.NEVER, "does_not_fit")
+    free = budget - holdings.used_bytes[tier]
+    freeing = holdings.freeing_bytes(tier)
+    if weights.bytes <= free + freeing - claimed_bytes:
+        return Admission(Verdict.START if weights.bytes <= free else Verdict.WAIT)
+    if claimed_bytes:
+        return Admission(Verdict.WAIT, "behind_another")
+    return _make_room(holdings, weights, tier, rank, float(weights.bytes - free - freeing), now_s)
+
+
+def _make_room(holdings: Holdings, weights: Weights, tier: Tier, rank: Rank, need: float, now_s: float) -> Admission:
+    own = index_of(weights, holdings, now_s)
+    guess = rank in (Rank.PREFETCH, Rank.CARRY)
+    dropped: list[Weights] = []
+    if rank in (Rank.DEMAND, Rank.HAND):
+        paused = list(_droppable(holdings, weights, tier))
+        dropped = _as_set(paused, holdings, need, now_s) or paused
+        need -= sum(w.bytes for w in dropped)
+    moving = any(w.copies[tier].stage is not Stage.PAUSED for w in dropped)
+    if need <= 0:
+        return Admission(Verdict.WAIT, "pause_first") if moving else Admission(Verdict.EVICT, "room", [], dropped)
+    candidates = list(holdings.candidates(tier, weights))
+    if guess:
+        candidates = [w for w in candidates if index_of(w, holdings, now_s) < own]
+    victims = _as_set(candidates, holdings, need, now_s)
+    if not victims:
+        return Admission(Verdict.NO_ROOM, "no_room")
+    if rank is Rank.HAND or weights.pinned or _worth(weights, victims, holdings, now_s):
+        return Admission(Verdict.WAIT, "pause_first") if moving else Admission(Verdict.EVICT, "room", victims, dropped)
+    return Admission(Verdict.BYPASS, "victims_worth_more")
+
+
+def _droppable(holdings: Holdings, weights: Weights, tier: Tier) -> Iterator[Weights]:
+    """What has begun and nobody waits for: it goes before any victim is looked for, once it is paused."""
+    for key, copy in sorted(holdings.in_tier[tier].items(), key=lambda item: item[0]):
+        other = holdings.weights[key]
+        if copy.stage in IN_FLIGHT and key != weights.key and not other.demanded and not other.pinned:
+            yield other
+
+
+def _as_set(candidates: list[Weights], holdings: Holdings, need: float, now_s: float) -> list[Weights]:
+    index, sizes = _arrays(candidates, holdings, now_s)
+    chosen, enough = choose_victims(index, sizes, np.arange(len(candidates), dtype=np.int64), need)
+    return [candidates[int(v)] for v in chosen] if enough else []
+
+
+def _worth(weights: Weights, victims: list[Weights], holdings: Holdings, now_s: float) -> bool:
+    # Among weights of which nothing is known but their last use, the rule is LRU, and LRU does not bypass.
+    if weights.index is None and all(v.index is None for v in victims):
+        return True
+    index, sizes = _arrays(victims, holdings, now_s)
+    everyone = np.arange(len(victims), dtype=np.int64)
+    return bool(outbids(index_of(weights, holdings, now_s), float(weights.bytes), index, sizes, everyone))
+
+
+def _arrays(
+    weights: list[Weights], holdings: Holdings, now_s: float
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    index = np.array([index_of(w, holdings, now_s) for w in weights], dtype=np.float64)
+    sizes = np.array([w.bytes for w in weights], dtype=np.float64)
+    return index, sizes

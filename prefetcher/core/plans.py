@@ -1,0 +1,169 @@
+"""What a plan changes on a node: prices, pins, prefetches that are queued, joined or refused, and memory that is
+given back.
+
+A plan is a whole: what it does not name any more is wanted no more. Only plans above the last (fence, revision) are
+applied.
+"""
+
+from __future__ import annotations
+
+from prefetcher.core.admission import below_price
+from prefetcher.core.copies import IN_FLIGHT, Pending, Stage, Weights
+from prefetcher.core.events import Evicted, Record, RefuseOrder, RefusePlan
+from prefetcher.core.facts import Ending, OrderIssued
+from prefetcher.core.links import EDGES, Links
+from prefetcher.core.types import Arm, Cause, DecisionId, NodeName, Order, Plan, Tier, WeightsKey
+
+__all__ = ["Plans"]
+
+#: How many decision ids are remembered, so that a plan that repeats an ended one does not start it again: an hour of
+#: plans of 60 orders.
+_REMEMBERED_ORDERS = 4096
+
+
+class Plans:
+    """The last plan of `node`, and whether prefetching is allowed."""
+
+    def __init__(self, node: NodeName, links: Links) -> None:
+        self.node = node
+        self.links = links
+        self.transfers = links.transfers
+        self.holdings = links.holdings
+        self.limits = links.limits
+        self.fence = -1
+        self.revision = -1
+        self.allows_prefetch = True
+        self.switched_off = False
+        self.planned: list[WeightsKey] = []
+        self.seen: dict[DecisionId, None] = {}
+
+    def received(self, plan: Plan) -> None:
+        why = ""
+        if plan.node != self.node:
+            why = "other_node"
+        elif plan.fence < self.fence:
+            why = "stale_fence"
+        elif (plan.fence, plan.revision) <= (self.fence, self.revision):
+            why = "stale_revision"
+        if why:
+            self.transfers.out.append(RefusePlan(plan.revision, plan.fence, why))
+            return
+        self.fence, self.revision = plan.fence, plan.revision
+        self.links.price_per_byte_s = plan.price_per_byte_s
+        self.allows_prefetch = plan.prefetch_enabled
+        for key in self.planned:
+            self.holdings.weights[key].index = None
+            self.holdings.weights[key].pinned_by_plan = False
+        self.planned = []
+        for desired in plan.desired:
+            weights = self.holdings.resolve(desired.key)
+            if weights is None:
+                continue
+            weights.index = desired.index
+            weights.pinned_by_plan = desired.pinned
+            if weights.pinned:
+                self.links.active[weights.key] = None
+            self.planned.append(weights.key)
+        kept = {d.order.decision_id for d in plan.desired if d.order is not None}
+        for weights in self.links.active_weights():
+            for goal, pending in list(weights.pending.items()):
+                order = pending.order
+                if not pending.begun and order.cause is not Cause.MANUAL and order.decision_id not in kept:
+                    self.transfers.end_pending(weights, goal, Ending.REPLACED, "newer_plan", self.links.now_s)
+        if not plan.prefetch_enabled:
+            self.stop_prefetching("plan")
+        for rank, desired in enumerate(plan.desired):
+            if desired.order is not None:
+                self.order(desired.order, rank)
+        self._price_eviction()
+
+    def order(self, order: Order, rank: int) -> str:
+        """Queues the prefetch, or ends it at once and says why. One that was seen before only takes its new rank."""
+        if order.decision_id in self.seen:
+            weights = self.holdings.resolve(order.key)
+            pending = weights.pending.get(order.tier) if weights is not None else None
+            if pending is not None and pending.order.decision_id == order.decision_id:
+                pending.rank = rank
+            return "seen_before"
+        self.seen[order.decision_id] = None
+        while len(self.seen) > _REMEMBERED_ORDERS:
+            del self.seen[next(iter(self.seen))]
+        weights = self.holdings.resolve(order.key)
+        self.transfers.out.append(Record(OrderIssued(order, weights.bytes if weights is not None else 0)))
+        why = self._why_refuse(order, weights)
+        if why or weights is None:
+            self.transfers.end_order(order, Ending.REPLACED, why, self.links.now_s)
+            self.transfers.out.append(RefuseOrder(order.decision_id, why))
+            return why
+        weights.pending[order.tier] = Pending(order, rank)
+        self.links.active[weights.key] = None
+        return ""
+
+    def _why_refuse(self, order: Order, weights: Weights | None) -> str:
+        """Why nothing is begun for an order, or ''. Weights that are there or on their way are joined: their hold moves out, at most."""
+        by_hand = order.cause is Cause.MANUAL
+        if weights is None:
+            return "unknown_weights"
+        if self.limits.observe:
+            return "observe"
+        checks = (
+            (order.node != self.node, "other_node"),
+            (order.arm is Arm.CONTROL and not by_hand, "control_group"),
+            (self.switched_off and not by_hand, "switched_off"),
+            (not self.allows_prefetch and not by_hand, "plan"),
+            (order.deadline_s <= self.links.now_s, "deadline"),
+            (weights.retired, "old_version"),
+            (order.tier < Tier.DISK or not self._has_tier(order.tier), "no_such_tier"),
+            (weights.highest_ready() is None, "no_copy"),
+        )
+        for holds, why in checks:
+            if holds:
+                return why
+        copy = weights.copies.get(order.tier)
+        if copy is not None and copy.stage is Stage.READY:
+            if copy.hold_until_s is not None:
+                copy.hold_until_s = max(copy.hold_until_s, self.links.now_s + order.hold_s)
+            return "resident"
+        if copy is not None and copy.stage in IN_FLIGHT:
+            return "moving"
+        if order.tier in weights.pending:
+            return "queued"
+        if weights.demanded and order.tier <= self.limits.serving_tier:
+            return "demanded"
+        if not self.can_ever_fit(weights, order.tier, prefetch=not by_hand):
+            return "does_not_fit"
+        return ""
+
+    def _has_tier(self, tier: Tier) -> bool:
+        return tier <= self.limits.serving_tier or tier in self.limits.budget_bytes
+
+    def can_ever_fit(self, weights: Weights, tier: Tier, *, prefetch: bool) -> bool:
+        base = weights.highest_ready() or Tier.REMOTE
+        for step in EDGES:
+            budget = self.holdings.budget(step, prefetch=prefetch)
+            if base < step <= tier and budget is not None:
+                room = budget - self.holdings.pinned_bytes(step, weights.key)
+                if weights.bytes > room:
+                    return False
+        return True
+
+    def stop_prefetching(self, reason: str) -> None:
+        for weights in self.links.active_weights():
+            for goal, pending in list(weights.pending.items()):
+                if not pending.begun and pending.order.cause is not Cause.MANUAL:
+                    self.transfers.end_pending(weights, goal, Ending.REPLACED, reason, self.links.now_s)
+            for tier, copy in weights.copies.items():
+                if copy.stage in IN_FLIGHT and self.links.is_guess(weights, tier):
+                    self.transfers.cancel(weights, tier, Ending.CANCELLED, reason, self.links.now_s)
+
+    def _price_eviction(self) -> None:
+        for tier in (Tier.HOST, Tier.DEVICE):
+            for key, copy in sorted(self.holdings.in_tier[tier].items()):
+                weights = self.holdings.weights[key]
+                if not below_price(weights, self.holdings, self.links.price_per_byte_s, self.links.now_s):
+                    continue
+                by_hand = copy.order is not None and copy.order.cause is Cause.MANUAL and not copy.used
+                if copy.stage is Stage.PAUSED and self.links.is_guess(weights, tier):
+                    self.transfers.cancel(weights, tier, Ending.CANCELLED, "price", self.links.now_s)
+                elif not by_hand and self.holdings.may_leave(weights, tier):
+                    self.transfers.evict(weights, tier, Evicted.PRICE, self.links.now_s)
