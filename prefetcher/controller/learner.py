@@ -187,7 +187,8 @@ class Learner:
         if self.predictor is None:
             return None, "no predictor"
         try:
-            forecast = checked(self.predictor.forecast(self.traffic, at_s, which))
+            # A gateway's clock may run ahead of ours: what is forecast lies after every row that is known.
+            forecast = checked(self.predictor.forecast(self.traffic, max(at_s, self.traffic.newest_s), which))
         except PredictorError as exc:
             self._count(exc.predictor or self.predictor.name, "failed")
             return None, str(exc)

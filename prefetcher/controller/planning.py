@@ -142,6 +142,9 @@ class _Chooser:
         self._held = held
         self._price = price
         self.skipped: dict[str, int] = {}
+        #: What carried orders that have not begun will take.
+        self._promised_bytes = 0.0
+        self._promised_s = 0.0
 
     def carried(self) -> list[Order]:
         """Orders of earlier plans that go on: still on their way, or waiting for the link within their deadline."""
@@ -157,6 +160,9 @@ class _Chooser:
             waiting = held is None and self._given.now_s < past.order.deadline_s and self._index[i] >= self._price
             if on_its_way or waiting:
                 carried.append(past.order)
+            if waiting:
+                self._promised_bytes += float(self._sizes[i])
+                self._promised_s += float(self._link_s[i])
         return carried
 
     def _skip(self, reason: str, count: int = 1) -> None:
@@ -201,8 +207,8 @@ class _Chooser:
         candidates = self._candidates(
             past.order.key.model for past in given.past.values() if not past.ended and past.order.deadline_s > given.now_s
         )
-        free = float(report.memory.budget_bytes - report.memory.taken_bytes)
-        link_left_s = given.tick_s * (1.0 - report.busy_ratio)
+        free = float(report.memory.budget_bytes - report.memory.taken_bytes) - self._promised_bytes
+        link_left_s = given.tick_s * (1.0 - report.busy_ratio) - self._promised_s
         stays = np.array(
             [
                 i

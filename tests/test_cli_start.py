@@ -1,0 +1,67 @@
+"""How fast the program is there, what it imports, and what it says when it can't."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = {"torch", "prophet", "pandas", "sklearn", "lightgbm", "numba", "numpy", "scipy", "pyarrow", "fastapi", "redis"}
+
+
+def imports_of(code: str) -> tuple[set[str], float]:
+    """Top-level modules after `code`, and the seconds that it took of the process's own time."""
+    script = (
+        "import json, sys, time; start = time.process_time()\n"
+        f"{code}\n"
+        "print(json.dumps([sorted({m.split('.')[0] for m in sys.modules}), time.process_time() - start]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    names, took_s = json.loads(done.stdout)
+    return set(names), took_s
+
+
+def test_importing_the_package_is_quick_and_light() -> None:
+    names, took_s = imports_of("import prefetcher")
+    assert names & HEAVY == set()
+    # Processor time of that process alone, so that a busy machine does not matter.
+    assert took_s < 0.3
+
+
+def test_the_command_line_imports_nothing_heavy_for_its_help() -> None:
+    names, _ = imports_of("import prefetcher.cli")
+    assert names & HEAVY == set()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "prefetcher", *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "hint"),
+    [
+        (("nonsense",), 2, "nonsense"),
+        (("replay", "log.csv", "--out", "o"), 2, "--capacity-ratio"),
+        (("replay", "log.csv", "--out", "o", "--host-bytes", "many"), 2, "not a size"),
+        (("bench", "nothing", "--json", "x.json"), 2, "nothing"),
+        (("bench", "../load", "--json", "x.json"), 2, "load"),
+        (("pin", "m", "--url", "nonsense"), 2, "http://"),
+        (("manifest", "/nonexistent"), 1, "/nonexistent"),
+    ],
+)
+def test_errors_are_one_line(arguments: tuple[str, ...], code: int, hint: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")
+    assert hint in done.stderr
+
+
+def test_help_names_every_command(tmp_path: Path) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for name in ("up", "status", "pin", "unpin", "load", "evict", "off", "on", "manifest", "replay", "bench", "demo"):
+        assert f"\n  {name} " in done.stdout

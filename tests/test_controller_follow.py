@@ -1,0 +1,115 @@
+"""Following a gateway's log file: formats, rotation, a cut file, half lines, bad lines, and where it goes on."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from prefetcher.clock import VirtualClock
+from prefetcher.controller.follow import Follower
+from prefetcher.errors import SettingsError
+from prefetcher.telemetry.metrics import Metrics
+from prefetcher_connectors.memory import MemoryStream
+
+T0 = 1_767_225_600
+
+
+class Setup:
+    def __init__(self, path: Path, stream: MemoryStream, fields: str | None = None) -> None:
+        self.stream, self.metrics = stream, Metrics()
+        self.follower = Follower(path, stream, VirtualClock(T0 + 1000.0), self.metrics, lambda reason: None, fields)
+
+    def read(self) -> list[tuple[float, str]]:
+        while self.follower.step():
+            pass
+        return [(row.ts, row.model) for row in self.stream.read(0, 1000).requests]
+
+    def bad(self) -> list[str]:
+        lines = self.metrics.text().decode().splitlines()
+        return [line.split('reason="')[1].split('"')[0] for line in lines if line.startswith("prefetcher_bad_requests_total{")]
+
+    def close(self) -> None:
+        stop = threading.Event()
+        stop.set()
+        self.follower.run(stop)
+
+
+def line(second: int, model: str) -> str:
+    return f'{{"ts": {T0 + second}, "model": "{model}"}}\n'
+
+
+def test_half_lines_wait_for_their_end(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    setup = Setup(path, MemoryStream())
+    assert setup.read() == []
+    path.write_text(line(1, "a") + line(2, "b")[:10])
+    assert setup.read() == [(T0 + 1.0, "a")]
+    path.write_text(line(1, "a") + line(2, "b"))
+    assert setup.read() == [(T0 + 1.0, "a"), (T0 + 2.0, "b")]
+    setup.close()
+
+
+def test_it_goes_on_where_it_was_also_in_a_file_that_was_rotated_meanwhile(tmp_path: Path) -> None:
+    path, stream = tmp_path / "log.jsonl", MemoryStream()
+    path.write_text(line(1, "a"))
+    setup = Setup(path, stream)
+    setup.read()
+    setup.close()
+    with path.open("a") as file:
+        file.write(line(2, "b"))
+    path.rename(tmp_path / "log.jsonl.1")
+    path.write_text(line(3, "c"))
+    again = Setup(path, stream)
+    assert [model for _, model in again.read()] == ["a", "b", "c"]
+    again.close()
+
+
+def test_a_file_that_was_cut_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(1, "a") + line(2, "b"))
+    setup = Setup(path, MemoryStream())
+    setup.read()
+    path.write_text(line(3, "c"))
+    assert [model for _, model in setup.read()] == ["a", "b", "c"]
+    setup.close()
+
+
+def test_the_last_line_of_a_rotated_file_needs_no_end(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(1, "a") + line(2, "b").rstrip())
+    setup = Setup(path, MemoryStream())
+    setup.read()
+    path.rename(tmp_path / "log.jsonl.1")
+    path.write_text(line(3, "c"))
+    assert [model for _, model in setup.read()] == ["a", "b", "c"]
+    setup.close()
+
+
+def test_bad_lines_are_counted_and_never_in_the_way(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(
+        "nonsense\n[1]\n\n"
+        + f'{{"model": "a"}}\n{{"ts": {T0}}}\n{{"ts": {T0 + 99999}, "model": "a"}}\n{{"ts": true, "model": "a"}}\n'
+        + line(5, "good")
+    )
+    setup = Setup(path, MemoryStream())
+    assert setup.read() == [(T0 + 5.0, "good")]
+    assert sorted(setup.bad()) == ["model is no name", "not a record", "ts is no time", "ts lies in the future"]
+    setup.close()
+
+
+def test_csv_and_times_and_maps(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("when,who,what\n2026-01-01T00:00:01Z,u1,a\n2026-01-01T00:00:02Z,,b\nshort\n")
+    setup = Setup(path, MemoryStream(), "ts=when,model=what,user=who")
+    assert setup.read() == [(T0 + 1.0, "a"), (T0 + 2.0, "b")]
+    assert [row.user for row in setup.stream.read(0, 9).requests] == ["u1", None]
+    assert setup.bad() == ["not a record"]
+    setup.close()
+
+
+def test_a_map_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError):
+        Setup(tmp_path / "x", MemoryStream(), "nonsense")

@@ -1,0 +1,228 @@
+"""The controller without bytes: what it learns survives exactly, what it plans keeps the rules, and who may lead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from prefetcher.clock import VirtualClock
+from prefetcher.controller import records
+from prefetcher.controller.control_group import ControlGroup
+from prefetcher.controller.controller import Controller, ControllerOptions
+from prefetcher.controller.learner import Learner
+from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport
+from prefetcher.core.types import Arm, ModelName, NodeName, Order, Plan, RequestSeen
+from prefetcher.telemetry.metrics import Metrics
+from prefetcher_connectors.memory import MemoryState, MemoryStream
+
+T0 = 1_767_225_600.0
+NODE = NodeName("node-0")
+
+
+def rows(count: int, seed: int = 0, every_s: float = 7.0) -> list[RequestSeen]:
+    rng = np.random.default_rng(seed)
+    return [
+        RequestSeen(T0 + i * every_s, ModelName(f"m{rng.integers(0, 5)}"), user=f"u{rng.integers(0, 9)}", request_id=str(i))
+        for i in range(count)
+    ]
+
+
+def hazard() -> Any:
+    from prefetcher_models.hazard import Hazard
+
+    return Hazard()
+
+
+def test_a_restored_learner_goes_on_as_if_nothing_had_happened() -> None:
+    log = rows(400)
+    straight, first = Learner(hazard), Learner(hazard)
+    for learner in (straight, first):
+        learner.take(log[:150], 150, log[149].ts + 1)
+    second = Learner(hazard)
+    second.restore(first.snapshot())
+    assert second.position == 150
+    for learner in (straight, second):
+        learner.take(log[120:300], 300, log[299].ts + 1)
+        learner.take(log[300:], 400)
+    assert second.snapshot() == straight.snapshot()
+    now_s = log[-1].ts + 100
+    names = [f"m{i}" for i in range(5)]
+    np.testing.assert_array_equal(second.next_use(now_s, names).per_s, straight.next_use(now_s, names).per_s)
+
+
+def test_repeated_ids_count_once() -> None:
+    learner = Learner(lambda: None)
+    assert learner.take(rows(50), 50).rows == 50
+    again = learner.take(rows(60), 110)
+    assert (again.rows, again.repeated) == (10, 50)
+    assert learner.traffic.rows == 60
+
+
+def test_a_model_starts_once_and_again_after_a_pause() -> None:
+    learner = Learner(lambda: None)
+    near = [RequestSeen(T0 + i, ModelName("m")) for i in range(3)]
+    assert learner.take(near, 3).started == ("m",)
+    assert learner.take([RequestSeen(T0 + 10, ModelName("m"))], 4).started == ()
+    assert learner.take([RequestSeen(T0 + 1000, ModelName("m"))], 5).started == ("m",)
+
+
+def test_what_is_no_snapshot() -> None:
+    for raw in (b"", b"nonsense", records.pack_arrays({}, {})[:-1]):
+        with pytest.raises((ValueError, KeyError)):
+            Learner(lambda: None).restore(raw)
+
+
+class World:
+    """One controller over twins."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = VirtualClock(T0)
+        self.state = MemoryState(self.clock)
+        self.stream = MemoryStream()
+        self.metrics = Metrics()
+        self.arm = Arm.TREATED
+        self.orders: list[tuple[Order, bool]] = []
+        self.controller = self.make()
+        self.known = tuple(KnownWeights(f"m{i}", "v", 1_000_000, 0.01) for i in range(5))
+
+    def make(self) -> Controller:
+        controller = Controller(
+            self.stream,
+            self.state,
+            Learner(lambda: None),
+            self.clock,
+            self.metrics,
+            ControllerOptions((NODE,), 0.002, 60.0, 600.0, 30.0),
+            arm_of=lambda node, now_s: self.arm,
+            on_orders=lambda orders, withheld: self.orders.extend((order, withheld) for order in orders),
+        )
+        controller.start()
+        return controller
+
+    def report(self, held: tuple[HeldWeights, ...] = (), **changes: Any) -> None:
+        taken = sum(h.bytes for h in held)
+        found = NodeReport(NODE, self.clock.now_s(), Memory(3_000_000, taken), 3.5e9, held=held, known=self.known)
+        found = msgspec.structs.replace(found, **changes)
+        self.state.write({records.node_key(NODE, "report"): records.encode(found)})
+
+    def plan(self) -> Plan:
+        raw = self.state.read(records.node_key(NODE, "plan"))
+        assert raw is not None
+        return records.decode_plan(raw)
+
+    def ask(self, count: int = 60) -> None:
+        self.stream.append([RequestSeen(self.clock.now_s() - 1, ModelName("m1"))] * count)
+
+
+def ready(model: str, **changes: Any) -> HeldWeights:
+    return msgspec.structs.replace(HeldWeights(model, "v", "host", "ready", 1_000_000, cause="demand"), **changes)
+
+
+def test_orders_go_on_until_they_are_over_and_budgets_hold() -> None:
+    world = World()
+    world.report()
+    world.stream.append([RequestSeen(T0 - 1, ModelName(f"m{i}")) for i in range(5) for _ in range(10 * (i + 1))])
+    world.controller.step()
+    first = [d.order for d in world.plan().desired if d.order is not None]
+    assert {o.key.model for o in first} == {"m4", "m3", "m2"}
+    assert all(o.contributions and o.arm is Arm.TREATED for o in first)
+    indexes = [d.index for d in world.plan().desired]
+    assert indexes == sorted(indexes, reverse=True)
+    world.clock.advance(60)
+    world.controller.step()
+    assert {d.order.decision_id for d in world.plan().desired if d.order} == {o.decision_id for o in first}
+    world.report(held=tuple(ready(str(o.key.model), decision_id=o.decision_id) for o in first))
+    for order in first:
+        world.controller.order_ended(NODE, order.decision_id, "useless")
+    world.report()
+    world.clock.advance(60)
+    world.controller.step()
+    again = {d.order.key.model for d in world.plan().desired if d.order}
+    assert again == {"m0", "m1"}, "what went unused comes back only for a row"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"busy_ratio": 0.7}, "link_busy"),
+        ({"memory": Memory(500_000, 0)}, "does_not_fit"),
+        (
+            {"held": (ready("m0", leases=1), ready("m2", leases=1), ready("m3", leases=1)), "memory": Memory(3_000_000, 3_000_000)},
+            "no_room",
+        ),
+    ],
+)
+def test_what_is_not_prefetched_has_a_reason(changes: dict[str, Any], reason: str) -> None:
+    world = World()
+    world.report(**changes)
+    world.ask()
+    world.controller.step()
+    assert [d for d in world.plan().desired if d.order] == []
+    text = world.metrics.text().decode()
+    assert f'prefetcher_skipped_total{{reason="{reason}",what="prefetch"}} 1.0' in text
+
+
+def test_the_control_group_gets_orders_that_nobody_carries_out() -> None:
+    world = World()
+    world.arm = Arm.CONTROL
+    world.report()
+    world.ask()
+    world.controller.step()
+    assert [d for d in world.plan().desired if d.order] == []
+    assert [(order.key.model, order.arm, withheld) for order, withheld in world.orders] == [("m1", Arm.CONTROL, True)]
+
+
+def test_switched_off_and_pinned() -> None:
+    world = World()
+    world.report()
+    world.state.write({records.SWITCH: records.encode(records.Switch(on=False)), records.PINS: b'["m3"]'})
+    world.ask()
+    world.controller.step()
+    plan = world.plan()
+    assert not plan.prefetch_enabled
+    assert [d for d in plan.desired if d.order] == []
+    assert [d.key.model for d in plan.desired if d.pinned] == ["m3"]
+
+
+def test_the_newest_controller_leads_and_the_older_one_writes_nothing() -> None:
+    world = World()
+    world.report()
+    old = world.controller
+    old.step()
+    new = world.make()
+    new.step()
+    assert world.plan().fence == new.fence > old.fence
+    world.ask()
+    world.clock.advance(60)
+    old.step()
+    assert old.deposed
+    assert world.plan().fence == new.fence
+
+
+def test_state_and_position_are_one(tmp_path: Any) -> None:
+    world = World()
+    world.report()
+    world.ask(10)
+    world.controller.step()
+    world.controller.save()
+    world.ask(5)
+    world.controller.step()
+    again = world.make()
+    again.step()
+    assert again._learner.traffic.rows == 15
+
+
+def test_a_silent_node_is_not_planned_for() -> None:
+    world = World()
+    assert world.controller.plan(NODE, "tick") is None
+
+
+def test_arms_are_stable_and_have_their_share() -> None:
+    group, same = ControlGroup(0.1, seed=3), ControlGroup(0.1, seed=3)
+    arms = [group.arm(NODE, T0 + 3600.0 * i) for i in range(2000)]
+    assert arms == [same.arm(NODE, T0 + 3600.0 * i + 3599.0) for i in range(2000)]
+    assert 0.07 < arms.count(Arm.CONTROL) / 2000 < 0.13
+    assert {ControlGroup(0.0).arm(NODE, T0 + 3600.0 * i) for i in range(99)} == {Arm.TREATED}
