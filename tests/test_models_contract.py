@@ -36,9 +36,7 @@ def small_hazard() -> Hazard:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("factory", [*BASELINES, small_hazard], ids=lambda factory: factory.__name__)
-def test_every_predictor_keeps_the_contract(factory, check, request) -> None:
-    if factory is small_hazard and check is check_refuses_the_past:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="the hazard does not refuse times that have passed"))
+def test_every_predictor_keeps_the_contract(factory, check) -> None:
     check(factory)
 
 

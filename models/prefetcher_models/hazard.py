@@ -133,6 +133,8 @@ class Hazard:
         return self._fit_all(now_s)
 
     def forecast(self, traffic: Traffic, now_s: float, models: IntArray | None = None) -> Forecast:
+        if not np.isfinite(now_s) or now_s < traffic.newest_s:
+            raise PredictorError(f"{self.name}: asked at {now_s} s, but rows until {traffic.newest_s} s are known", predictor=self.name)
         which = np.arange(traffic.n_models) if models is None else np.asarray(models, dtype=np.int64)
         x = traffic.features(now_s, which)
         seen = np.isfinite(x[:, 0])
