@@ -17,10 +17,10 @@ from prefetcher.agent.agent import Agent, AgentOptions
 from prefetcher.api.service import Service
 from prefetcher.clock import Clock, ScaledClock, SystemClock
 from prefetcher.config import Settings
-from prefetcher.controller.control_group import ControlGroup
 from prefetcher.controller.controller import Controller, ControllerOptions
 from prefetcher.controller.follow import Follower
 from prefetcher.controller.learner import Learner, ScheduledPredictor
+from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName
 from prefetcher.errors import BudgetError, SettingsError, UnavailableError
 from prefetcher.telemetry.logs import log
@@ -241,4 +241,4 @@ def _check_controller(controller: Controller, clock: Clock) -> str:
     if controller.deposed:
         return "another controller leads"
     silent_s = clock.steady_s() - controller.alive_s
-    return f"the controller has not moved for {silent_s:.0f} s" if silent_s > _CONTROLLER_STALL_S else ""
+    return f"the controller has not moved for {silent_s:.0f} s" if silent_s > _CONTROLLER_STALL_S * clock.speed else ""

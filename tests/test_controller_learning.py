@@ -10,11 +10,10 @@ import pytest
 
 from prefetcher.clock import VirtualClock
 from prefetcher.controller import records
-from prefetcher.controller.control_group import ControlGroup
 from prefetcher.controller.controller import Controller, ControllerOptions
 from prefetcher.controller.learner import Learner
 from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport
-from prefetcher.core.types import Arm, ModelName, NodeName, Order, Plan, RequestSeen
+from prefetcher.core.types import Arm, ModelName, NodeName, Plan, RequestSeen
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher_connectors.memory import MemoryState, MemoryStream
 
@@ -84,7 +83,6 @@ class World:
         self.stream = MemoryStream()
         self.metrics = Metrics()
         self.arm = Arm.TREATED
-        self.orders: list[tuple[Order, bool]] = []
         self.controller = self.make()
         self.known = tuple(KnownWeights(f"m{i}", "v", 1_000_000, 0.01) for i in range(5))
 
@@ -97,7 +95,6 @@ class World:
             self.metrics,
             ControllerOptions((NODE,), 0.002, 60.0, 600.0, 30.0),
             arm_of=lambda node, now_s: self.arm,
-            on_orders=lambda orders, withheld: self.orders.extend((order, withheld) for order in orders),
         )
         controller.start()
         return controller
@@ -165,14 +162,20 @@ def test_what_is_not_prefetched_has_a_reason(changes: dict[str, Any], reason: st
     assert f'prefetcher_skipped_total{{reason="{reason}",what="prefetch"}} 1.0' in text
 
 
-def test_the_control_group_gets_orders_that_nobody_carries_out() -> None:
+def test_the_control_group_gets_one_order_that_the_node_refuses() -> None:
     world = World()
     world.arm = Arm.CONTROL
     world.report()
     world.ask()
     world.controller.step()
-    assert [d for d in world.plan().desired if d.order] == []
-    assert [(order.key.model, order.arm, withheld) for order, withheld in world.orders] == [("m1", Arm.CONTROL, True)]
+    order = next(d.order for d in world.plan().desired if d.order)
+    assert order.arm is Arm.CONTROL
+    world.controller.order_ended(NODE, order.decision_id, "superseded")
+    for _ in range(3):
+        world.clock.advance(60)
+        world.report()
+        world.controller.step()
+        assert {d.order.decision_id for d in world.plan().desired if d.order} == {order.decision_id}
 
 
 def test_switched_off_and_pinned() -> None:
@@ -218,11 +221,3 @@ def test_state_and_position_are_one(tmp_path: Any) -> None:
 def test_a_silent_node_is_not_planned_for() -> None:
     world = World()
     assert world.controller.plan(NODE, "tick") is None
-
-
-def test_arms_are_stable_and_have_their_share() -> None:
-    group, same = ControlGroup(0.1, seed=3), ControlGroup(0.1, seed=3)
-    arms = [group.arm(NODE, T0 + 3600.0 * i) for i in range(2000)]
-    assert arms == [same.arm(NODE, T0 + 3600.0 * i + 3599.0) for i in range(2000)]
-    assert 0.07 < arms.count(Arm.CONTROL) / 2000 < 0.13
-    assert {ControlGroup(0.0).arm(NODE, T0 + 3600.0 * i) for i in range(99)} == {Arm.TREATED}

@@ -19,7 +19,7 @@ from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.controller.learner import Learner, Refit
 from prefetcher.controller.planning import Given, PastOrder, Planned, make_plan
-from prefetcher.core.types import Arm, DecisionId, NodeName, Order, Outcome, RequestSeen
+from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
 from prefetcher.errors import PredictorError, UnavailableError
 from prefetcher.ports import RequestStream, StateStore
 from prefetcher.telemetry.logs import log
@@ -67,7 +67,6 @@ class Controller:
         arm_of: Callable[[NodeName, float], Arm],
         on_rows: Callable[[Sequence[RequestSeen]], None] = lambda rows: None,
         on_plan: Callable[[NodeName], None] = lambda node: None,
-        on_orders: Callable[[Sequence[Order], bool], None] = lambda orders, withheld: None,
     ) -> None:
         self._stream = stream
         self._state = state
@@ -78,7 +77,6 @@ class Controller:
         self._arm_of = arm_of
         self._on_rows = on_rows
         self._on_plan = on_plan
-        self._on_orders = on_orders
         self._wake = threading.Event()
         self._wanted: set[str] = set()
         self._past: dict[NodeName, dict[str, PastOrder]] = {node: {} for node in options.nodes}
@@ -127,10 +125,10 @@ class Controller:
                 if not away:
                     log().warning("state_away", reason=str(exc))
                 away, more = True, False
-                self._clock.wait(stop, _AWAY_S)
+                self._clock.wait(stop, _AWAY_S * self._clock.speed)
             if not more:
                 due_s = self._next_tick_s - self._clock.now_s()
-                self._clock.wait(self._wake, max(0.0, min(due_s, _IDLE_S)))
+                self._clock.wait(self._wake, max(0.0, min(due_s, _IDLE_S * self._clock.speed)))
             self._wake.clear()
         try:
             self.save()
@@ -154,7 +152,7 @@ class Controller:
             self._metrics.bad_requests.labels(source="log", reason="unreadable").inc()
             log().warning("record_skipped", position=bad.position, reason=bad.reason)
         now_s = self._clock.now_s()
-        fresh = [row for row in batch.requests if now_s - row.ts <= _FRESH_S]
+        fresh = [row for row in batch.requests if now_s - row.ts <= _FRESH_S * self._clock.speed]
         if fresh:
             self._on_rows(fresh)
         more = len(batch.requests) + len(batch.bad) >= _ROWS_A_STEP
@@ -228,8 +226,6 @@ class Controller:
                 observe=report.observe,
             )
         self._count_plan(planned, trigger, self._clock.steady_s() - started_s)
-        self._on_orders([order for order, _ in planned.new], False)
-        self._on_orders(planned.withheld, True)
         self._on_plan(node)
         return planned
 
@@ -249,14 +245,15 @@ class Controller:
     def order_ended(self, node: NodeName, decision_id: str, outcome: str) -> None:
         """An agent says that an order is over, and what became of it. Any thread."""
         for entry in list(self._past.get(node, {}).values()):
-            if entry.order.decision_id == decision_id:
+            # The control group's are refused at once; they stand until their time is up, as if they had been carried out.
+            if entry.order.decision_id == decision_id and entry.order.arm is not Arm.CONTROL:
                 entry.unused = outcome in _UNUSED
                 entry.ended = True
 
     def _count_plan(self, planned: Planned, trigger: str, took_s: float) -> None:
         self._metrics.plans.labels(trigger=trigger).inc()
         self._metrics.plan_time.observe(took_s)
-        for order in [order for order, _ in planned.new] + list(planned.withheld):
+        for order, _ in planned.new:
             self._metrics.orders.labels(cause=order.cause.value, arm=order.arm.value).inc()
         for reason, count in planned.skipped.items():
             self._metrics.skipped.labels(what="prefetch", reason=reason).inc(count)

@@ -72,11 +72,13 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, the orders that are new in it with their scores, the prefetches withheld in the control group, and why nothing else was."""
+    """A plan, the orders that are new in it with their scores, and why nothing else is.
+
+    Orders of the control group are in it too: the node records and refuses them.
+    """
 
     plan: Plan
     new: tuple[tuple[Order, float], ...] = ()
-    withheld: tuple[Order, ...] = ()
     skipped: dict[str, int] = field(default_factory=dict)
 
 
@@ -93,7 +95,7 @@ def make_plan(report: NodeReport, next_use: NextUse, given: Given) -> Planned:
     held = {h.model: h for h in report.held if h.tier == Tier.HOST.name.lower()}
     chooser = _Chooser(report, next_use, given, index, sizes, link_s, held, price)
     carried = chooser.carried()
-    new, withheld = chooser.choose(len(carried))
+    new = chooser.choose(len(carried))
     order_of = {str(order.key.model): order for order, _ in new} | {str(order.key.model): order for order in carried}
     desired = tuple(
         DesiredWeights(
@@ -116,7 +118,7 @@ def make_plan(report: NodeReport, next_use: NextUse, given: Given) -> Planned:
         desired=desired,
         prefetch_enabled=given.prefetching,
     )
-    return Planned(plan, tuple(new), tuple(withheld), chooser.skipped)
+    return Planned(plan, tuple(new), chooser.skipped)
 
 
 class _Chooser:
@@ -195,15 +197,15 @@ class _Chooser:
         found.sort(key=lambda pair: (-pair[0], pair[1]))
         return found
 
-    def choose(self, open_orders: int) -> tuple[list[tuple[Order, float]], list[Order]]:
-        """New orders with their scores, and those that the control group withholds."""
+    def choose(self, open_orders: int) -> list[tuple[Order, float]]:
+        """New orders with their scores."""
         given, report = self._given, self._report
         if not given.prefetching:
             self._skip("switched_off")
-            return [], []
+            return []
         if report.busy_ratio >= BUSY_RATIO:
             self._skip("link_busy")
-            return [], []
+            return []
         candidates = self._candidates(
             past.order.key.model for past in given.past.values() if not past.ended and past.order.deadline_s > given.now_s
         )
@@ -218,13 +220,12 @@ class _Chooser:
             np.int64,
         )
         new: list[tuple[Order, float]] = []
-        withheld: list[Order] = []
         refused = 0
         for score, i in candidates:
             if refused >= CANDIDATES:
                 break
             # One transfer always fits: a load longer than a tick must be possible.
-            if self._link_s[i] > link_left_s and (new or withheld or open_orders):
+            if self._link_s[i] > link_left_s and (new or open_orders):
                 self._skip("link_budget")
                 break
             need = self._sizes[i] - free
@@ -238,16 +239,11 @@ class _Chooser:
                 self._skip("victims_worth_more")
                 refused += 1
                 continue
-            order = self._order(i)
-            if given.arm is Arm.CONTROL:
-                self._skip("control_group")
-                withheld.append(order)
-            else:
-                new.append((order, score))
+            new.append((self._order(i), score))
             free += float(self._sizes[victims].sum()) - float(self._sizes[i])
             stays = stays[~np.isin(stays, victims)]
             link_left_s -= float(self._link_s[i])
-        return new, withheld
+        return new
 
     def _order(self, i: int) -> Order:
         given, known = self._given, self._report.known[i]
