@@ -10,7 +10,12 @@ __all__ = ["Clock", "ScaledClock", "SystemClock", "VirtualClock"]
 
 
 class Clock(Protocol):
-    """Time since 1970-01-01 UTC in seconds, a steady time for durations, and a wait that another thread can end."""
+    """Time since 1970-01-01 UTC in seconds, a steady time for durations, and a wait that another thread can end.
+
+    `speed` is how many of its seconds pass in one of the machine's: patience with the machine is multiplied by it.
+    """
+
+    speed: float
 
     def now_s(self) -> float: ...
 
@@ -21,6 +26,8 @@ class Clock(Protocol):
 
 class SystemClock:
     """The machine's clock."""
+
+    speed = 1.0
 
     def now_s(self) -> float:
         return time.time()
@@ -54,6 +61,8 @@ class ScaledClock:
 
 class VirtualClock:
     """A clock that moves only when it is told: tests."""
+
+    speed = 1.0
 
     def __init__(self, now_s: float = 0.0) -> None:
         self._now_s = now_s

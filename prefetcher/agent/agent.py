@@ -122,7 +122,7 @@ class Agent:
                 link_bytes_per_s=options.link_bytes_per_s,
                 adopted_hold_s=options.hold_s,
                 observe=options.observe,
-            ),
+            ).on_clock(clock.speed),
             seed=options.seed,
         )
 
@@ -208,7 +208,7 @@ class Agent:
 
     def _clock_real(self) -> float:
         """Real seconds, also where the clock runs faster."""
-        return self._clock.steady_s() / getattr(self._clock, "speed", 1.0)
+        return self._clock.steady_s() / self._clock.speed
 
     def _hear(self, event: ev.Event) -> None:
         now_s = self._clock.now_s()

@@ -9,7 +9,7 @@ since 1970-01-01 UTC.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from prefetcher.core.facts import Found
@@ -45,6 +45,17 @@ class NodeLimits:
     adopted_hold_s: float = 600.0
     #: Decide and record, load nothing.
     observe: bool = False
+
+    def on_clock(self, speed: float) -> NodeLimits:
+        """The same patience in the machine's seconds, where the clock runs `speed` times as fast."""
+        return replace(
+            self,
+            stall_s=self.stall_s * speed,
+            answer_s=self.answer_s * speed,
+            demand_deadline_s=self.demand_deadline_s * speed,
+            backoff_s=self.backoff_s * speed,
+            backoff_cap_s=self.backoff_cap_s * speed,
+        )
 
 
 class Stage(StrEnum):

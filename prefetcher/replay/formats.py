@@ -373,7 +373,8 @@ def _json_block(block: bytes, schema: Any, field_map: FieldMap, line: int) -> Ra
     try:
         table = pajson.read_json(
             pa.BufferReader(block),
-            read_options=pajson.ReadOptions(block_size=len(block) + 1),
+            # One block is one task: threads would win nothing, and a failed threaded read has been seen to crash.
+            read_options=pajson.ReadOptions(block_size=len(block) + 1, use_threads=False),
             parse_options=pajson.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
         )
         if table.num_rows != block.count(b"\n"):
