@@ -1,0 +1,200 @@
+"""The HTTP endpoint over twins: what each route answers, also when a part is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from starlette.testclient import TestClient
+
+from prefetcher.api.endpoint import make_endpoint
+from prefetcher.api.service import Service
+from prefetcher.clock import VirtualClock
+from prefetcher.controller import records
+from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport, OrderRecord
+from prefetcher.core.types import NodeName, RequestSeen
+from prefetcher.errors import NoRoomError, UnavailableError
+from prefetcher.ports import Acted
+from prefetcher.telemetry.metrics import Metrics
+from prefetcher_connectors.memory import MemoryState, MemoryStream
+
+T0 = 1_767_225_600.0
+NODE = NodeName("node-0")
+
+
+class ByHand:
+    """A node that says what the test wants."""
+
+    def __init__(self) -> None:
+        self.answer = Acted(True, "loading")
+        self.problem = ""
+        self.acts: list[tuple[str, str]] = []
+        self.on = True
+
+    def act(self, act: str, model: str) -> Acted:
+        self.acts.append((act, model))
+        return self.answer
+
+    def switch(self, on: bool) -> None:
+        self.on = on
+
+    def check(self) -> str:
+        return self.problem
+
+
+class FullStream(MemoryStream):
+    def append(self, requests: object, mark: str | None = None) -> int:
+        raise NoRoomError("the disk is full", retry_after_s=5.0)
+
+
+class Setup:
+    def __init__(self, stream: MemoryStream) -> None:
+        self.clock, self.stream, self.node, self.metrics = VirtualClock(T0), stream, ByHand(), Metrics()
+        self.state = MemoryState(self.clock)
+        self.woken: list[str] = []
+        self.controller_problem = ""
+        service = Service(
+            NODE, self.stream, self.state, self.node, self.clock, self.metrics, self.woken.append, lambda: self.controller_problem
+        )
+        self.http = TestClient(make_endpoint(service, 1000))
+
+    def report(self) -> None:
+        held = (HeldWeights("m0", "v", "host", "ready", 1000, cause="forecast", contributions=(("hazard", 0.8),)),)
+        known = (KnownWeights("m0", "v", 1000, 0.1), KnownWeights("org/m1", "v", 1000, 0.1))
+        found = NodeReport(NODE, T0, Memory(10_000, 1000), 3.5e9, held=held, known=known)
+        self.state.write({records.node_key(NODE, "report"): records.encode(found)}, expire_s=records.REPORT_EXPIRES_S)
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    made = Setup(MemoryStream())
+    made.report()
+    with made.http:
+        yield made
+
+
+def test_rows_are_taken_in_whole_or_not_at_all(setup: Setup) -> None:
+    answer = setup.http.post("/v1/requests", json=[{"model": "a", "ts": T0 - 5, "user": "u"}, {"model": "b", "count": 3}])
+    assert (answer.status_code, answer.json()) == (202, {"accepted": 2})
+    assert setup.stream.read(0, 9).requests == (RequestSeen(T0 - 5, "a", user="u"), RequestSeen(T0, "b", 3))  # type: ignore[arg-type]
+    assert setup.woken == [""]
+    refused = setup.http.post("/v1/requests", json=[{"model": "c"}, {"model": "d", "ts": "soon"}, {"model": "e", "count": 0}])
+    assert refused.status_code == 400
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert [error["field"] for error in refused.json()["errors"]] == ["[1].ts", "[2].count"]
+    assert setup.stream.end() == 2
+
+
+@pytest.mark.parametrize("ahead_s", [61.0, 1e9])
+def test_times_in_the_future(setup: Setup, ahead_s: float) -> None:
+    assert setup.http.post("/v1/requests", json={"model": "a", "ts": T0 + 59}).status_code == 202
+    refused = setup.http.post("/v1/requests", json={"model": "a", "ts": T0 + ahead_s})
+    assert refused.status_code == 400
+    assert refused.json()["errors"][0]["field"] == "ts"
+
+
+def test_a_body_that_is_too_large_announced_or_not(setup: Setup) -> None:
+    big = b'{"model": "' + b"x" * 2000 + b'"}'
+    assert setup.http.post("/v1/requests", content=big).status_code == 413
+    assert setup.http.post("/v1/requests", content=iter([big[:500], big[500:]])).status_code == 413
+    assert setup.stream.end() == 0
+
+
+def test_a_full_disk_is_temporary() -> None:
+    setup = Setup(FullStream())
+    answer = setup.http.post("/v1/requests", json={"model": "a"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "5"
+    assert setup.metrics.registry.get_sample_value("prefetcher_requests_total", {"source": "http"}) is None
+
+
+def test_residency_says_why(setup: Setup) -> None:
+    held = setup.http.get("/v1/residency", params={"model": "m0"}).json()
+    assert held[0]["contributions"] == [["hazard", 0.8]]
+    assert setup.http.get("/v1/residency", params={"model": "org/m1"}).json() == []
+    assert setup.http.get("/v1/residency", params={"model": "nobody"}).status_code == 404
+
+
+def test_orders_are_shown_as_they_stand_newest_first(setup: Setup) -> None:
+    def order(number: int, **changes: object) -> bytes:
+        facts = {"decision_id": str(number), "node": NODE, "model": f"m{number % 2}", "version": "v", "tier": "host"}
+        return records.encode(OrderRecord(**facts, cause="forecast", arm="treated", issued_s=T0 + number, **changes))  # type: ignore[arg-type]
+
+    items = [order(1), order(2), order(1, ready_s=T0 + 2), order(3), order(1, ready_s=T0 + 2, outcome="timely")]
+    setup.state.append(records.node_key(NODE, "orders"), items, records.ORDERS_KEPT)
+    found = setup.http.get("/v1/orders").json()
+    assert [(o["decision_id"], o.get("outcome", "open")) for o in found] == [("1", "timely"), ("3", "open"), ("2", "open")]
+    assert [o["decision_id"] for o in setup.http.get("/v1/orders", params={"model": "m0"}).json()] == ["2"]
+    assert len(setup.http.get("/v1/orders", params={"count": 1}).json()) == 1
+    assert setup.http.get("/v1/orders", params={"count": 0}).status_code == 400
+
+
+def test_acts_by_hand(setup: Setup) -> None:
+    answer = setup.http.post("/v1/models/org/m1:pin")
+    assert answer.json() == {"model": "org/m1", "act": "pin", "ok": True, "reason": "loading"}
+    assert setup.state.read(records.PINS) == b'["org/m1"]'
+    assert setup.http.post("/v1/models/org/m1:unpin").status_code == 200
+    assert setup.state.read(records.PINS) == b"[]"
+    assert setup.http.post("/v1/models/nobody:load").status_code == 404
+    setup.node.answer = Acted(False, "leased")
+    refused = setup.http.post("/v1/models/m0:evict")
+    assert refused.status_code == 409
+    assert "leased" in refused.json()["detail"]
+    assert setup.node.acts == [("pin", "org/m1"), ("unpin", "org/m1"), ("evict", "m0")]
+    assert setup.http.post("/v1/models/m0:explode").status_code == 404
+
+
+def test_off_and_on(setup: Setup) -> None:
+    assert setup.http.get("/v1/status").json()["prefetching"]
+    assert setup.http.post("/v1/off").json() == {"prefetching": False}
+    assert not setup.node.on
+    assert not setup.http.get("/v1/status").json()["prefetching"]
+    assert setup.http.post("/v1/on").json() == {"prefetching": True}
+    assert setup.node.on
+    assert setup.woken == ["switch", "switch"]
+
+
+def test_health_names_what_is_wrong(setup: Setup) -> None:
+    assert setup.http.get("/healthz").status_code == 200
+    setup.node.problem = "the agent's loop does not move"
+    setup.controller_problem = "another controller leads"
+    sick = setup.http.get("/readyz")
+    assert sick.status_code == 503
+    assert sick.headers["retry-after"] == "1"
+    assert "loop" in sick.json()["detail"]
+    assert "leads" in sick.json()["detail"]
+
+
+def test_a_silent_node_is_unavailable(setup: Setup) -> None:
+    setup.clock.advance(records.REPORT_EXPIRES_S + 1)
+    for path in ("/v1/status", "/v1/residency", "/healthz"):
+        answer = setup.http.get(path)
+        assert answer.status_code == 503
+        assert "not reported" in answer.json()["detail"]
+
+
+def test_the_state_store_is_away(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(key: str) -> bytes | None:
+        raise UnavailableError("the state server does not answer", retry_after_s=2.0)
+
+    monkeypatch.setattr(setup.state, "read", away)
+    assert setup.http.get("/v1/status").status_code == 503
+    assert setup.http.post("/v1/requests", json={"model": "a"}).status_code == 202
+
+
+def test_the_schema_has_examples(setup: Setup) -> None:
+    schema = setup.http.get("/openapi.json").json()
+    body = schema["paths"]["/v1/requests"]["post"]["requestBody"]["content"]["application/json"]
+    for example in body["examples"].values():
+        assert setup.http.post("/v1/requests", json=example["value"]).status_code == 202
+    assert set(schema["paths"]) >= {"/v1/residency", "/v1/orders", "/v1/report", "/v1/status", "/v1/off", "/v1/on", "/metrics"}
+
+
+def test_every_route_is_in_the_reference(setup: Setup) -> None:
+    from pathlib import Path
+
+    import prefetcher
+
+    page = (Path(prefetcher.__file__).parent / "docs" / "http.md").read_text()
+    paths = [path.replace("{model}", "{model}") for path in setup.http.get("/openapi.json").json()["paths"]]
+    assert [path for path in paths if path not in page] == []
