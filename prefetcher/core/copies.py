@@ -247,6 +247,8 @@ class Holdings:
             return False
         if weights.demanded and tier < self.limits.serving_tier:
             return False
+        if any(pending.begun and goal > tier for goal, pending in weights.pending.items()):
+            return False
         return any(weights.ready(lower) for lower in Tier if lower < tier)
 
     def candidates(self, tier: Tier, but: Weights) -> Iterator[Weights]:

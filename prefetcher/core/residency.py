@@ -426,10 +426,13 @@ class ResidencyMachine:
 
     def _deadlines(self, weights: Weights) -> None:
         now_s = self._now_s
-        for goal, pending in list(weights.pending.items()):
-            if not pending.begun and pending.order.deadline_s <= now_s:
-                self.transfers.end_pending(weights, goal, Ending.REPLACED, "deadline", now_s)
         moving = any(c.stage in (Stage.MOVING, Stage.PAUSING) for c in weights.copies.values())
+        stuck = not any(c.stage in IN_FLIGHT for c in weights.copies.values())
+        for goal, pending in list(weights.pending.items()):
+            # One that has begun and waits half-way for its next edge ends too, or it would hold its memory for ever.
+            if pending.order.deadline_s <= now_s and (stuck or not pending.begun):
+                ending = Ending.CANCELLED if pending.begun else Ending.REPLACED
+                self.transfers.end_pending(weights, goal, ending, "deadline", now_s)
         waited_s = now_s - weights.demanded_since_s
         if weights.demanded and not moving and waited_s >= self.limits.demand_deadline_s:
             self.links.settle(weights, "deadline", self.limits.backoff_cap_s)

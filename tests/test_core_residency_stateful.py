@@ -1,0 +1,403 @@
+"""The residency machine against a loader that answers in any order, late, or with failures, and against its own restored snapshots."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from prefetcher.core import events as ev
+from prefetcher.core import facts
+from prefetcher.core.admission import Rank, index_of
+from prefetcher.core.residency import NodeLimits, ResidencyMachine
+from prefetcher.core.types import (
+    Arm,
+    Cause,
+    DecisionId,
+    DesiredWeights,
+    ModelName,
+    ModelVersion,
+    NodeName,
+    Order,
+    Plan,
+    Tier,
+    WeightsKey,
+)
+
+NODE = NodeName("n")
+LIMITS = NodeLimits(
+    budget_bytes={Tier.HOST: 100, Tier.DEVICE: 60, Tier.DISK: 240},
+    reserve_bytes={Tier.DEVICE: 20},
+    link_bytes_per_s=10.0,
+    stall_s=50.0,
+    demand_deadline_s=120.0,
+)
+#: Bytes, and the tiers that are complete at the start. One model is larger than the host tier, two are only in the object store.
+MODELS = {
+    "a": (60, {Tier.REMOTE, Tier.DISK}),
+    "b": (50, {Tier.DISK}),
+    "c": (30, {Tier.DISK}),
+    "d": (20, {Tier.REMOTE}),
+    "e": (10, {Tier.DISK}),
+    "f": (120, {Tier.REMOTE}),
+}
+KEYS = {(m, v): WeightsKey(ModelName(m), ModelVersion(v)) for m in MODELS for v in ("1", "2")}
+models = st.sampled_from(sorted(MODELS))
+holders = st.sampled_from(["h1", "h2", "h3"])
+Place = tuple[WeightsKey, Tier]
+
+
+def a_machine() -> ResidencyMachine:
+    return ResidencyMachine(NODE, LIMITS, seed=5)
+
+
+class Residency(RuleBasedStateMachine):
+    """`there`, `loading`, `paused` and `leaving` are the loader's own books; they owe nothing to the machine's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = a_machine()
+        self.twin: ResidencyMachine | None = None
+        self.now_s = 1000.0
+        self.there: set[Place] = set()
+        self.loading: dict[Place, int] = {}
+        self.pausing: set[Place] = set()
+        self.paused: dict[Place, int] = {}
+        self.leaving: list[Place] = []
+        self.size: dict[WeightsKey, int] = {}
+        self.leases: Counter[tuple[str, WeightsKey, Tier]] = Counter()
+        self.waiting: dict[str, str] = {}
+        self.tokens = 0
+        self.orders: dict[str, str] = {}
+        self.rows: Counter[tuple[str, bool]] = Counter()
+        self.revision = 0
+        self.decisions = 0
+        self.asks = 0
+
+    @initialize()
+    def catalog(self) -> None:
+        for model, (size, tiers) in MODELS.items():
+            self.see(KEYS[model, "1"], size, tiers)
+
+    def see(self, key: WeightsKey, size: int, tiers: set[Tier]) -> None:
+        self.size[key] = size
+        self.there |= {(key, tier) for tier in tiers}
+        link_s = {Tier.DISK: size / 5, Tier.HOST: size / 10, Tier.DEVICE: size / 50}
+        self.tell(ev.CatalogSeen(key, size, link_s, frozenset(tiers)))
+
+    # --- telling the machine, and doing as it says ---
+
+    def tell(self, event: ev.Event) -> None:
+        told = self.machine.handle(event, self.now_s)
+        if self.twin is not None:
+            assert self.twin.handle(event, self.now_s) == told
+        index = {k: index_of(w, self.machine.holdings, self.now_s) for k, w in self.machine.holdings.weights.items()}
+        for instruction in told:
+            self.obey(instruction, index)
+        self.victims_are_minimal(told)
+
+    def obey(self, told: ev.Instruction, index: dict[WeightsKey, float]) -> None:
+        match told:
+            case ev.LoadWeights(key, from_tier, tier, resumed=resumed):
+                assert (key, from_tier) in self.there, "loads start from complete weights"
+                assert not [p for p in self.loading if p[1] is tier], "one transfer an edge"
+                if resumed:
+                    assert self.paused.pop((key, tier)) == told.resume_from_bytes
+                else:
+                    assert not self.holds((key, tier))
+                self.loading[key, tier] = told.resume_from_bytes
+                if told.cause not in (Cause.DEMAND, Cause.MANUAL) and not resumed:
+                    assert self.taken(tier) <= LIMITS.budget_bytes[tier] - LIMITS.reserve_bytes.get(tier, 0)
+            case ev.PauseLoad(key, tier):
+                assert (key, tier) in self.loading
+                self.pausing.add((key, tier))
+            case ev.CancelLoad(key, tier):
+                place = (key, tier)
+                if place in self.leaving:  # said again
+                    return
+                assert place in self.loading or place in self.paused
+                self.loading.pop(place, None)
+                self.paused.pop(place, None)
+                self.pausing.discard(place)
+                self.leaving.append(place)
+            case ev.EvictWeights(key, tier, reason, room_for):
+                if reason is ev.Evicted.OVERDUE:
+                    assert (key, tier) in self.leaving
+                    return
+                assert (key, tier) in self.there, "only what is ready is evicted"
+                assert not any(n for (_, k, t), n in self.leases.items() if (k, t) == (key, tier)), "leased"
+                assert any((key, below) in self.there for below in Tier if below < tier) or reason is ev.Evicted.BAD
+                if room_for is not None:
+                    assert not self.machine.holdings.weights[key].pinned
+                    rank = self.machine.links.rank(self.machine.holdings.weights[room_for], tier)
+                    assert rank is not Rank.PREFETCH or index[key] <= index[room_for]
+                self.there.discard((key, tier))
+                self.leaving.append((key, tier))
+            case ev.GrantLease(holder, key, tier, token=token):
+                assert self.waiting.pop(token) == holder
+                assert (key, tier) in self.there
+                self.leases[holder, key, tier] += 1
+            case ev.RefuseLease(holder, token=token):
+                assert self.waiting.pop(token) == holder
+            case ev.SwitchVersion(old=old, new=new):
+                assert old.model == new.model
+            case ev.Record(fact):
+                self.note(fact)
+            case _:
+                pass
+
+    def note(self, fact: facts.Fact) -> None:
+        match fact:
+            case facts.OrderIssued(order):
+                assert order.decision_id not in self.orders
+                self.orders[order.decision_id] = "issued"
+            case facts.OrderBegan(decision_id):
+                assert self.orders[decision_id] == "issued"
+                self.orders[decision_id] = "begun"
+            case facts.OrderReady(decision_id):
+                assert self.orders[decision_id] == "begun"
+                self.orders[decision_id] = "ready"
+            case facts.OrderUsed(decision_id):
+                assert self.orders[decision_id] in ("begun", "ready")
+            case facts.OrderEnded(decision_id, ending=ending):
+                before = self.orders[decision_id]
+                assert before != "ended"
+                assert (ending is facts.Ending.REPLACED) == (before == "issued")
+                if before == "ready":
+                    assert ending in (facts.Ending.GIVEN_UP, facts.Ending.DISPLACED)
+                self.orders[decision_id] = "ended"
+            case facts.RowSeen(model, lease=lease):
+                self.rows[model, lease] += 1
+            case facts.RowServed(model, wait_s=wait_s, lease=lease):
+                assert wait_s >= 0.0
+                self.rows[model, lease] -= 1
+                assert self.rows[model, lease] >= 0
+            case facts.ResidencyEnded():
+                assert fact.start_s <= (fact.ready_s or fact.start_s) <= (fact.last_use_s or fact.end_s)
+                assert (fact.last_use_s or fact.end_s) <= fact.end_s
+            case facts.TransferEnded():
+                assert fact.bytes >= 0
+                assert fact.start_s <= fact.end_s
+            case _:
+                pass
+
+    def victims_are_minimal(self, told: list[ev.Instruction]) -> None:
+        """None of the victims of one decision could have stayed: without it the entrant would still not fit."""
+        for tier in (Tier.DISK, Tier.HOST, Tier.DEVICE):
+            victims = [i for i in told if isinstance(i, ev.EvictWeights) and i.room_for is not None and i.tier is tier]
+            if not victims:
+                continue
+            (entrant,) = {v.room_for for v in victims}
+            assert entrant is not None
+            rank = self.machine.links.rank(self.machine.holdings.weights[entrant], tier)
+            guess = rank in (Rank.PREFETCH, Rank.CARRY)
+            limit = LIMITS.budget_bytes[tier] - (LIMITS.reserve_bytes.get(tier, 0) if guess else 0)
+            room = limit - self.taken(tier) + sum(self.size[k] for k, t in self.leaving if t is tier)
+            assert room >= self.size[entrant]
+            for victim in victims:
+                assert room - self.size[victim.key] < self.size[entrant]
+
+    def holds(self, place: Place) -> bool:
+        return place in self.there or place in self.loading or place in self.paused or place in self.leaving
+
+    def taken(self, tier: Tier) -> int:
+        places = {p for p in [*self.there, *self.loading, *self.paused, *self.leaving] if p[1] is tier}
+        return sum(self.size[key] for key, _ in places)
+
+    # --- the world ---
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 5.0, 40.0, 130.0, 700.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.tell(ev.Ticked())
+
+    @rule(model=models, late_s=st.sampled_from([0.0, 3.0]), index=st.sampled_from([None, None, 0.0, 0.05]))
+    def row(self, model: str, late_s: float, index: float | None) -> None:
+        self.tell(ev.Requested(ModelName(model), self.now_s - late_s, index))
+
+    @rule(model=models, holder=holders)
+    def lease(self, model: str, holder: str) -> None:
+        self.tokens += 1
+        self.waiting[str(self.tokens)] = holder
+        self.tell(ev.LeaseRequested(holder, ModelName(model), str(self.tokens)))
+
+    @precondition(lambda self: any(self.leases.values()))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from(sorted(k for k, n in self.leases.items() if n)))
+        self.leases[held] -= 1
+        self.tell(ev.LeaseReleased(held[0], held[1], held[2]))
+
+    @rule(holder=holders)
+    def holder_dies(self, holder: str) -> None:
+        for held in [k for k in self.leases if k[0] == holder]:
+            del self.leases[held]
+        self.waiting = {token: h for token, h in self.waiting.items() if h != holder}
+        self.tell(ev.HolderLost(holder))
+
+    @rule(
+        scores=st.lists(st.tuples(models, st.sampled_from([0.0, 0.001, 0.01, 0.1])), unique_by=lambda s: s[0]),
+        ordered=st.sets(models),
+        pinned=st.sets(models, max_size=1),
+        tier=st.sampled_from([Tier.DISK, Tier.HOST, Tier.HOST, Tier.DEVICE]),
+        price=st.sampled_from([0.0, 0.0, 0.002]),
+        enabled=st.sampled_from([True, True, True, False]),
+        arm=st.sampled_from([Arm.TREATED, Arm.TREATED, Arm.CONTROL]),
+    )
+    def plan(self, scores: Any, ordered: Any, pinned: Any, tier: Tier, price: float, enabled: bool, arm: Arm) -> None:
+        desired = []
+        for model, index in scores:
+            key = self.machine.holdings.serving[ModelName(model)]
+            order = None
+            if model in ordered:
+                self.decisions += 1
+                order = Order(
+                    DecisionId(f"o{self.decisions}"), NODE, key, tier, Cause.FORECAST, arm, self.now_s, self.now_s + 60.0,
+                    self.now_s + 200.0, 600.0,
+                )  # fmt: skip
+            desired.append(DesiredWeights(key, index, 0.01, model in pinned, order))
+        self.revision += 1
+        self.tell(ev.PlanReceived(Plan(NODE, self.revision, 1, self.now_s, price, tuple(desired), enabled)))
+
+    @rule(model=models, act=st.sampled_from(["pin", "unpin", "load", "evict"]))
+    def by_hand(self, model: str, act: str) -> None:
+        self.asks += 1
+        target, ask = ModelName(model), f"{self.asks}"
+        event: ev.Event
+        match act:
+            case "pin":
+                event = ev.Pinned(target, ask)
+            case "unpin":
+                event = ev.Unpinned(target, ask)
+            case "load":
+                event = ev.LoadAsked(target, ask)
+            case _:
+                event = ev.EvictAsked(target, ask)
+        self.tell(event)
+
+    @rule(on=st.booleans())
+    def switch(self, on: bool) -> None:
+        self.tell(ev.SwitchedOn() if on else ev.SwitchedOff())
+        if not on:
+            moving = [self.machine.holdings.weights[k].copies[t] for k, t in self.loading]
+            assert all(c.cause in (Cause.DEMAND, Cause.MANUAL) or c.used or self.wanted(c.tier) for c in moving)
+
+    def wanted(self, tier: Tier) -> bool:
+        mover = self.machine.holdings.weights[self.machine.holdings.mover[tier]]
+        return not self.machine.links.is_guess(mover, tier)
+
+    @rule(model=models, in_store=st.booleans())
+    def new_version(self, model: str, in_store: bool) -> None:
+        old, new = KEYS[model, "1"], KEYS[model, "2"]
+        if new in self.size:
+            return
+        self.see(new, MODELS[model][0], {Tier.REMOTE} if in_store else {Tier.DISK, Tier.REMOTE})
+        self.tell(ev.VersionPublished(old, new))
+
+    # --- the loader ---
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), what=st.sampled_from(["block", "done", "done", "done", "fail", "bad"]))
+    def load_goes_on(self, data: st.DataObject, what: str) -> None:
+        place = data.draw(st.sampled_from(sorted(self.loading)))
+        key, tier = place
+        done = min(self.size[key], self.loading[place] + 7)
+        if what == "block":
+            self.loading[place] = done
+            self.tell(ev.BytesVerified(key, tier, done))
+            return
+        del self.loading[place]
+        self.pausing.discard(place)
+        if what == "done":
+            self.there.add(place)
+            self.tell(ev.WeightsLoaded(key, tier))
+        else:
+            self.tell(ev.LoadFailed(key, tier, "disk", 2.0, source_bad=what == "bad" and tier is Tier.HOST))
+
+    @precondition(lambda self: self.pausing)
+    @rule(data=st.data())
+    def load_pauses(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(sorted(self.pausing)))
+        self.pausing.discard(place)
+        self.paused[place] = self.loading.pop(place)
+        self.tell(ev.LoadPaused(*place, self.paused[place]))
+
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data())
+    def memory_comes_back(self, data: st.DataObject) -> None:
+        place = data.draw(st.sampled_from(sorted(self.leaving)))
+        self.leaving.remove(place)
+        self.tell(ev.WeightsEvicted(*place, self.size[place[0]]))
+
+    @rule()
+    def restart_from_snapshot(self) -> None:
+        """From here on a machine that was restored from what was written must say the same, word for word."""
+        written = json.loads(json.dumps(self.machine.snapshot()))
+        self.twin = a_machine()
+        self.twin.restore(written)
+        assert json.loads(json.dumps(self.twin.snapshot())) == written
+
+    # --- what always holds ---
+
+    @invariant()
+    def books_are_right(self) -> None:
+        assert self.machine.check() == []
+
+    @invariant()
+    def budgets_hold(self) -> None:
+        for tier in (Tier.HOST, Tier.DEVICE):
+            assert self.taken(tier) <= LIMITS.budget_bytes[tier]
+            assert self.taken(tier) == self.machine.holdings.used_bytes[tier]
+
+    @invariant()
+    def leases_agree(self) -> None:
+        counted = Counter({
+            (holder, key, tier): count
+            for key, weights in self.machine.holdings.weights.items()
+            for tier, copy in weights.copies.items()
+            for holder, count in copy.leases.items()
+        })  # fmt: skip
+        assert counted == +self.leases
+
+    @invariant()
+    def who_waits_is_known(self) -> None:
+        waiters = {w.token for weights in self.machine.holdings.weights.values() for w in weights.waiters}
+        assert waiters == set(self.waiting)
+
+    def teardown(self) -> None:
+        """When the loader answers everything and time passes, nobody waits any more and every order is ended or ready."""
+        for _ in range(60):
+            for place in list(self.leaving):
+                self.leaving.remove(place)
+                self.tell(ev.WeightsEvicted(*place))
+            for place in list(self.loading):
+                self.load_completes(place)
+            self.now_s += 100.0
+            self.tell(ev.Ticked())
+        assert self.waiting == {}
+        assert all(count == 0 for count in self.rows.values())
+        ready = {
+            copy.order.decision_id
+            for weights in self.machine.holdings.weights.values()
+            for copy in weights.copies.values()
+            if copy.order is not None
+        }
+        assert {o for o, state in self.orders.items() if state != "ended"} == ready
+        self.books_are_right()
+
+    def load_completes(self, place: Place) -> None:
+        if place in self.loading:
+            del self.loading[place]
+            self.pausing.discard(place)
+            self.there.add(place)
+            self.tell(ev.WeightsLoaded(*place))
+
+
+Residency.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestResidency = Residency.TestCase
