@@ -158,9 +158,7 @@ class Agent:
         self._scanner.start()
 
     def _restore(self) -> None:
-        switch, pins, totals = self._state.read_many(
-            [records.SWITCH, records.PINS, records.node_key(self._options.node, "totals")]
-        )
+        switch, pins, totals = self._state.read_many([records.SWITCH, records.PINS, records.node_key(self._options.node, "totals")])
         if switch is not None and not msgspec.json.decode(switch, type=records.Switch).on:
             self._post(ev.SwitchedOff())
         for model in msgspec.json.decode(pins, type=list[str]) if pins else []:
@@ -340,9 +338,7 @@ class Agent:
         self._state.write(items, expire_s=records.REPORT_EXPIRES_S)
         self._state.write({records.node_key(node, "totals"): records.encode(self._book.totals)})
         changed = self._book.take_changed()
-        self._state.append(
-            records.node_key(node, "orders"), [records.encode(order) for order in changed], records.ORDERS_KEPT
-        )
+        self._state.append(records.node_key(node, "orders"), [records.encode(order) for order in changed], records.ORDERS_KEPT)
         for order in changed:
             if order.end_s is not None or order.first_use_s is not None:
                 self.on_order_ended(order.decision_id, order.outcome)
@@ -369,7 +365,7 @@ class Agent:
         self._catalog = catalog
         for model, source in catalog.models.items():
             before = old.models.get(model)
-            if before is not None and before.key == source.key and not adopted:
+            if before is not None and before.key == source.key and not adopted and self._on_disk(source):
                 continue
             self._by_key[source.key] = source
             size = source.manifest.bytes
@@ -379,6 +375,11 @@ class Agent:
             if before is not None and before.key != source.key:
                 self._hear(ev.VersionPublished(before.key, source.key))
         self._changed = True
+
+    def _on_disk(self, source: ModelSource) -> bool:
+        """Whether the machine knows that the files are there, or they are known to be bad; false once bad ones were replaced."""
+        weights = self._machine.holdings.weights.get(source.key)
+        return (weights is not None and weights.ready(Tier.DISK)) or self._disk.quarantined(source) is not None
 
     # --- requests and acts by hand ---
 
@@ -403,9 +404,7 @@ class Agent:
                 event = ev.EvictAsked(target, ask_id)
         wait = self._ask(ask_id, event, _ANSWER_S)
         if wait.answer is None:
-            raise UnavailableError(
-                f"node {self._options.node} did not answer within {_ANSWER_S:.0f} s", retry_after_s=5.0
-            )
+            raise UnavailableError(f"node {self._options.node} did not answer within {_ANSWER_S:.0f} s", retry_after_s=5.0)
         return Acted(wait.answer.ok, wait.answer.reason)
 
     def switch(self, on: bool) -> None:

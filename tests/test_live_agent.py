@@ -1,0 +1,216 @@
+"""The agent alone, in this process: its plan comes from the state store, and no controller is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import prefetcher
+from prefetcher.agent.agent import Agent, AgentOptions
+from prefetcher.agent.manifest import write_manifests
+from prefetcher.clock import ScaledClock
+from prefetcher.controller import records
+from prefetcher.core.types import Arm, Cause, DecisionId, DesiredWeights, ModelName, ModelVersion, NodeName, Order, Plan, Tier, WeightsKey
+from prefetcher.errors import IntegrityError, PrefetcherError, UnavailableError
+from prefetcher.telemetry.metrics import Metrics
+from prefetcher_connectors.memory import MemoryState
+
+T0 = 1_767_225_600.0
+NODE = NodeName("node-0")
+SPEED = 100.0
+
+
+class FlakyState(MemoryState):
+    away = False
+
+    def read(self, key: str) -> bytes | None:
+        if self.away:
+            raise UnavailableError("the state store is away")
+        return super().read(key)
+
+
+class Node:
+    """An agent on a clock that runs a hundred times as fast."""
+
+    def __init__(self, folder: Path, models: int = 3) -> None:
+        self.models_dir = folder / "models"
+        for i in range(models):
+            self.write(f"m{i}", i)
+        write_manifests(self.models_dir)
+        self.clock = ScaledClock(SPEED, T0)
+        self.state = FlakyState()
+        self.socket = folder / "run" / "agent.sock"
+        options = AgentOptions(NODE, self.models_dir, 2_500_000, folder, socket=self.socket, lock="off", hold_s=100.0)
+        self.agent = Agent(options, self.state, self.clock, Metrics())
+        self.agent.start()
+
+    def write(self, model: str, value: int) -> None:
+        (self.models_dir / model).mkdir(parents=True, exist_ok=True)
+        save_file({"w": np.full(250_000, value, np.float32)}, self.models_dir / model / "model.safetensors")
+
+    def report(self) -> records.NodeReport | None:
+        raw = self.state._get(records.node_key(NODE, "report"))
+        return None if raw is None else records.decode_report(raw)
+
+    def held(self) -> dict[str, str]:
+        report = self.report()
+        return {} if report is None else {h.model: h.state for h in report.held}
+
+    def orders(self) -> list[records.OrderRecord]:
+        raw = self.state.tail(records.node_key(NODE, "orders"), 100)
+        return [msgspec.json.decode(item, type=records.OrderRecord) for item in raw]
+
+    def plan(self, *models: str, revision: int = 1, fence: int = 1, index: float = 1e-9) -> None:
+        report = eventually(self.report)
+        now_s = self.clock.now_s()
+        desired = []
+        for known in report.known:
+            key = WeightsKey(ModelName(known.model), ModelVersion(known.version))
+            order = None
+            if known.model in models:
+                decision_id = DecisionId(f"{fence}-{revision}-{known.model}")
+                order = Order(decision_id, NODE, key, Tier.HOST, Cause.FORECAST, Arm.TREATED, now_s, now_s + 60, now_s + 6000, 100.0)
+            desired.append(DesiredWeights(key, index, 0.01, order=order))
+        plan = Plan(NODE, revision, fence, now_s, 1e-16, tuple(desired))
+        self.state.write({records.node_key(NODE, "plan"): records.encode(plan)})
+        self.agent.plan_written()
+
+
+def eventually(what: Callable[[], Any]) -> Any:
+    never = threading.Event()
+    for _ in range(400):
+        found = what()
+        if found:
+            return found
+        never.wait(0.05)
+    pytest.fail("it did not happen in time")
+
+
+def opens(node: Node, model: str) -> bool:
+    try:
+        with prefetcher.open(model, socket_path=node.socket) as opened:
+            return len(opened) > 0
+    except PrefetcherError:
+        return False
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path)
+    yield made
+    made.agent.close()
+
+
+def test_a_planned_prefetch_arrives_and_goes_unused_without_any_controller(node: Node) -> None:
+    node.plan("m1")
+    eventually(lambda: node.held() == {"m1": "ready"})
+    eventually(lambda: node.held() == {})
+    last = node.orders()[-1]
+    assert (last.model, last.outcome, last.reason) == ("m1", "useless", "hold")
+    assert last.end_s is not None
+    assert last.ready_s is not None
+    assert 100.0 <= last.end_s - last.ready_s < 100.0 + 20 * SPEED
+
+
+def test_a_used_prefetch_is_timely_and_stays(node: Node) -> None:
+    node.plan("m1")
+    eventually(lambda: node.held() == {"m1": "ready"})
+    with prefetcher.open("m1", socket_path=node.socket) as opened:
+        assert (opened.source, opened.found) == ("host", "ready")
+        assert opened["w"][0] == 1.0
+    eventually(lambda: [o for o in node.orders() if o.outcome == "timely"])
+
+
+def test_an_older_plan_is_refused(node: Node) -> None:
+    node.plan(fence=2)
+    eventually(lambda: (node.report() or pytest.fail("no report")).fence == 2)
+    node.plan("m1", fence=1, revision=50)
+    node.agent.plan_written()
+    eventually(lambda: (node.report() or pytest.fail("no report")).at_s > node.clock.now_s() - 1.5 * SPEED)
+    assert node.held() == {}
+
+
+def test_the_state_store_may_be_away(node: Node) -> None:
+    eventually(node.report)
+    node.state.away = True
+    with prefetcher.open("m2", socket_path=node.socket) as opened:
+        assert opened["w"][0] == 2.0
+    assert node.agent.check() == ""
+    node.state.away = False
+    eventually(lambda: "m2" in node.held())
+
+
+def test_bytes_that_changed_are_never_seen(node: Node) -> None:
+    path = node.models_dir / "m1" / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-4] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(IntegrityError, match="m1"):
+        prefetcher.open("m1", socket_path=node.socket, timeout_s=20.0)
+    eventually(lambda: "m1" not in node.held())
+    node.write("m1", 1)
+    eventually(lambda: opens(node, "m1"))
+    with prefetcher.open("m0", socket_path=node.socket) as opened:
+        assert opened["w"][0] == 0.0
+
+
+def test_a_new_version_follows_and_the_old_lease_keeps_its_bytes(node: Node) -> None:
+    with prefetcher.open("m1", socket_path=node.socket) as old:
+        # A new file, not the old one written over: that is how a download arrives.
+        path = node.models_dir / "m1" / "model.safetensors"
+        save_file({"w": np.full(250_000, 7, np.float32)}, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+        write_manifests(node.models_dir / "m1")
+
+        def version() -> bool:
+            with prefetcher.open("m1", socket_path=node.socket) as new:
+                return bool(new["w"][0] == 7.0)
+
+        eventually(version)
+        assert old["w"][0] == 1.0
+
+
+def test_a_holder_that_dies_lets_go(node: Node) -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, prefetcher; m = prefetcher.open('m0', socket_path=sys.argv[1]); print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(node.socket)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        leases = lambda: [h.leases for h in (node.report() or pytest.fail("no report")).held if h.model == "m0"]  # noqa: E731
+        eventually(lambda: leases() == [1])
+        child.kill()
+    eventually(lambda: leases() == [0])
+    assert node.agent.act("evict", "m0").ok
+    eventually(lambda: "m0" not in node.held())
+
+
+def test_many_at_once_stay_within_the_budget(node: Node) -> None:
+    errors: list[BaseException] = []
+
+    def use(i: int) -> None:
+        try:
+            for j in range(6):
+                with prefetcher.open(f"m{(i + j) % 3}", socket_path=node.socket) as opened:
+                    assert opened["w"][17] == (i + j) % 3
+        except BaseException as exc:  # noqa: BLE001 - told by the test
+            errors.append(exc)
+
+    threads = [threading.Thread(target=use, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    report = eventually(node.report)
+    assert report.memory.taken_bytes <= report.memory.budget_bytes
