@@ -25,7 +25,7 @@ def run(json_out: Path, *, traces: Path | None = None, trace: str = "servegen_m_
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, policy in (("warm", "lru"), ("lru_s", "lru"), ("ours_s", "ours")):
-            command = [sys.executable, "-m", "prefetcher.cli", "replay", str(Path(traces) / f"{trace}.parquet")]
+            command = [str(Path(sys.executable).with_name("prefetcher")), "replay", str(Path(traces) / f"{trace}.parquet")]
             command += [
                 "--catalog",
                 str(Path(traces) / f"{trace}.catalog.json"),
@@ -38,7 +38,7 @@ def run(json_out: Path, *, traces: Path | None = None, trace: str = "servegen_m_
             ]
             start_s = clock.steady_s()
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
+            if done.returncode or not (Path(folder) / "summary.json").exists():
                 raise PrefetcherError(f"replay of {trace} failed: {done.stderr.strip()[-300:]}")
             seconds[name] = clock.steady_s() - start_s
             print(f"{policy}: {seconds[name]:.1f} s", flush=True)
