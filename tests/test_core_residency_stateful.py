@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefetcher.core import events as ev
 from prefetcher.core import facts
 from prefetcher.core.admission import Rank, index_of
+from prefetcher.core.ledger import Ledger, sum_totals
 from prefetcher.core.residency import NodeLimits, ResidencyMachine
 from prefetcher.core.types import (
     Arm,
@@ -23,6 +24,7 @@ from prefetcher.core.types import (
     ModelVersion,
     NodeName,
     Order,
+    Outcome,
     Plan,
     Tier,
     WeightsKey,
@@ -74,9 +76,11 @@ class Residency(RuleBasedStateMachine):
         self.tokens = 0
         self.orders: dict[str, str] = {}
         self.rows: Counter[tuple[str, bool]] = Counter()
+        self.arrived = 0
         self.revision = 0
         self.decisions = 0
         self.asks = 0
+        self.ledger = Ledger(keep_hours=1_000_000)
 
     @initialize()
     def catalog(self) -> None:
@@ -151,6 +155,7 @@ class Residency(RuleBasedStateMachine):
                 pass
 
     def note(self, fact: facts.Fact) -> None:
+        self.ledger.record(fact)
         match fact:
             case facts.OrderIssued(order):
                 assert order.decision_id not in self.orders
@@ -172,6 +177,7 @@ class Residency(RuleBasedStateMachine):
                 self.orders[decision_id] = "ended"
             case facts.RowSeen(model, lease=lease):
                 self.rows[model, lease] += 1
+                self.arrived += 1
             case facts.RowServed(model, wait_s=wait_s, lease=lease):
                 assert wait_s >= 0.0
                 self.rows[model, lease] -= 1
@@ -387,6 +393,13 @@ class Residency(RuleBasedStateMachine):
             if copy.order is not None
         }
         assert {o for o, state in self.orders.items() if state != "ended"} == ready
+        assert {entry.order.decision_id for entry in self.ledger.open_orders()} == ready
+        records = [*self.ledger.open_orders(), *self.ledger.take_closed(float("inf"))]
+        total = sum_totals(self.ledger.totals().values())
+        assert total.orders == len(records) == len(self.orders)
+        assert Counter(r.outcome for r in records if r.outcome is not Outcome.OPEN) == Counter(total.outcomes)
+        assert all(r.end_s is None or r.outcome is not Outcome.OPEN for r in records)
+        assert total.rows + total.leases == self.arrived
         self.books_are_right()
 
     def load_completes(self, place: Place) -> None:
