@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -32,6 +33,8 @@ from prefetcher.replay.catalog import first_few
 from prefetcher.replay.maps import FieldMap
 
 __all__ = ["RawRows", "read_rows"]
+
+_OBJECTS = msgspec.json.Decoder(dict[str, Any])
 
 #: Bytes of text that are parsed at once: large enough to keep Arrow busy, small enough that a bad line costs little.
 _BLOCK_BYTES = 4 << 20
@@ -369,7 +372,15 @@ def _json_lines(where: str, source: _Peeked, field_map: FieldMap) -> Iterator[Ra
 
 
 def _json_block(block: bytes, schema: Any, field_map: FieldMap, line: int) -> RawRows | None:
-    """The block as Arrow reads it; None where that fails or where its records are not its lines."""
+    """The block as Arrow reads it; None where that fails or where its records are not its lines.
+
+    Arrow's reader has crashed on text that is no JSON, so it sees only blocks whose every line is an object.
+    """
+    try:
+        if len(_OBJECTS.decode_lines(block)) != block.count(b"\n"):
+            return None
+    except (msgspec.DecodeError, RecursionError):
+        return None
     try:
         table = pajson.read_json(
             pa.BufferReader(block),
