@@ -80,6 +80,25 @@ def test_a_record_is_held_back_while_it_may_turn_out_premature_and_no_longer() -
     assert ledger.snapshot()["closed"] == []
 
 
+def test_what_was_moved_for_nothing_is_counted_once_whatever_comes_later() -> None:
+    ledger = Ledger()
+    key = WeightsKey(ModelName("a"))
+    moved = facts.TransferEnded(key, Tier.DISK, Tier.HOST, 10.0, 20.0, 10, Cause.FORECAST, O)
+    for name in ("o", "used"):
+        ledger.record(facts.OrderIssued(an_order(name), 10))
+        ledger.record(facts.OrderBegan(DecisionId(name), 10.0))
+        ledger.record(facts.OrderReady(DecisionId(name), 20.0))
+    ledger.record(moved)
+    ledger.record(facts.OrderUsed(DecisionId("used"), 25.0))
+    for name in ("o", "used"):
+        ledger.record(facts.OrderEnded(DecisionId(name), 30.0, Ending.DISPLACED, "room"))
+    for ts in (31.0, 32.0):
+        ledger.record(facts.RowSeen(ModelName("a"), ts, Found.ABSENT))
+    total = sum_totals(ledger.totals().values())
+    assert (total.moved_bytes, total.wasted_moved_bytes, total.premature) == (10, 10, 1)
+    assert total.early_byte_s == 10 * 10.0 + 10 * 5.0
+
+
 def test_memory_is_idle_after_its_last_use_and_wasted_when_a_prefetch_was_never_used() -> None:
     ledger = Ledger()
     key = WeightsKey(ModelName("a"))
