@@ -28,9 +28,7 @@ def test_an_arm_holds_for_a_whole_block_and_follows_from_the_seed() -> None:
         arms = {arm_of(NODES[0], block * 3600.0 + offset, settings)[0] for offset in (0.0, 1.0, 1800.0, 3599.9)}
         assert len(arms) == 1
     other = HoldoutSettings(share=0.5, seed=4)
-    assert [arm_of(NODES[0], b * 3600.0, settings) for b in range(50)] != [
-        arm_of(NODES[0], b * 3600.0, other) for b in range(50)
-    ]
+    assert [arm_of(NODES[0], b * 3600.0, settings) for b in range(50)] != [arm_of(NODES[0], b * 3600.0, other) for b in range(50)]
 
 
 def test_wash_out_follows_a_change_of_sides_and_nothing_else() -> None:

@@ -79,9 +79,7 @@ class Bench:
         made = None
         if order:
             expected_s = self.now_s + 60.0
-            made = Order(
-                DecisionId(order), NODE, key(model), tier, Cause.FORECAST, arm, self.now_s, expected_s, self.now_s + 300.0, 600.0
-            )
+            made = Order(DecisionId(order), NODE, key(model), tier, Cause.FORECAST, arm, self.now_s, expected_s, self.now_s + 300.0, 600.0)
         return DesiredWeights(key(model), index, 0.01, pinned, made)
 
     def tiers(self, model: str) -> set[Tier]:
@@ -168,9 +166,7 @@ def test_demand_is_loaded_by_waiting_rows_per_remaining_byte() -> None:
     assert order == ["busy", "small", "big"]
 
 
-@pytest.mark.parametrize(
-    ("index", "price", "reason"), [(0.1, 0.0, "victims_worth_more"), (0.1, 0.2, "price"), (9.0, 0.0, "")]
-)
+@pytest.mark.parametrize(("index", "price", "reason"), [(0.1, 0.0, "victims_worth_more"), (0.1, 0.2, "price"), (9.0, 0.0, "")])
 def test_weights_that_are_not_worth_it_are_opened_from_disk(index: float, price: float, reason: str) -> None:
     bench = Bench({"small": 40, "big": 90}).load("small")
     bench.plan(bench.wants("small", 1.0), bench.wants("big", index), price=price)

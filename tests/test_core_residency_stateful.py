@@ -410,7 +410,5 @@ class Residency(RuleBasedStateMachine):
             self.tell(ev.WeightsLoaded(*place))
 
 
-Residency.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+Residency.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 TestResidency = Residency.TestCase

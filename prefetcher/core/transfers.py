@@ -190,9 +190,7 @@ class Transfers:
 
     # --- memory ---
 
-    def evict(
-        self, weights: Weights, tier: Tier, reason: Evicted, now_s: float, room_for: WeightsKey | None = None
-    ) -> None:
+    def evict(self, weights: Weights, tier: Tier, reason: Evicted, now_s: float, room_for: WeightsKey | None = None) -> None:
         """READY -> EVICTING; nobody is given the copy from now on, and its bytes count until the kernel has them back."""
         copy = weights.copies[tier]
         self.end_ready(copy, reason, now_s)
@@ -248,9 +246,7 @@ class Transfers:
             copy.leases[waiter.holder] = copy.leases.get(waiter.holder, 0) + 1
             self.out.append(GrantLease(waiter.holder, weights.key, tier, bypass, reason, waiter.token))
             wait_s = max(0.0, now_s - waiter.seen_s) + link_s
-            self.out.append(
-                Record(RowServed(weights.key.model, waiter.seen_s, waiter.found, wait_s, bypass, lease=True))
-            )
+            self.out.append(Record(RowServed(weights.key.model, waiter.seen_s, waiter.found, wait_s, bypass, lease=True)))
         weights.rows.clear()
         weights.waiters.clear()
 
