@@ -16,11 +16,12 @@ import pyarrow as pa
 
 from prefetcher.core.demand import Demand
 from prefetcher.core.node import BLOCK_BYTES, OUTCOMES, Caches, EventLog, Found, Hazard, World
-from prefetcher.core.node_steps import advance, close
+from prefetcher.core.node_run import grown, run_rows
+from prefetcher.core.node_steps import close
 from prefetcher.replay.accounts import SCHEMAS, PolicyLogs
 from prefetcher.replay.trace import Trace
 
-__all__ = ["NodeLog", "build_tables", "close_node", "place", "run_rows", "split_by_node"]
+__all__ = ["NodeLog", "build_tables", "close_node", "place", "split_by_node"]
 
 TICK_S = 60.0
 
@@ -75,36 +76,12 @@ def _next_rows(
     return following, first
 
 
-def _grown(log: EventLog) -> EventLog:
-    longer = {}
-    for name in ("residency", "transfers", "orders"):
-        old = getattr(log, name)
-        new = np.zeros(2 * len(old), old.dtype)
-        new[: len(old)] = old
-        longer[name] = new
-    return log._replace(**longer)
-
-
-def run_rows(
-    first: int, last: int, until_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog
-) -> EventLog:
-    """`advance` through rows [first, last) and events up to `until_s`; returns the log, grown as needed."""
-    room = len(caches.policy) * (len(world.size_bytes) + 8) + 1
-    while len(log.residency) < 2 * room:
-        log = _grown(log)
-    while True:
-        first = advance(first, last, until_s, world, demand, hazard, caches, log)
-        if first > last:
-            return log
-        log = _grown(log)
-
-
 def close_node(world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> EventLog:
     """Lets running loads finish after the last row, then ends what is held at the log's end."""
     rows = len(world.ts)
     log = run_rows(rows, rows, np.inf, world, demand, hazard, caches, log)
     while not close(world.t1_s, world, demand, caches, log):
-        log = _grown(log)
+        log = grown(log)
     return log
 
 

@@ -7,44 +7,23 @@ is scored, every cache goes through it, the Hedge looks at what each expert's ho
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from prefetcher.core.demand import STANDARD_TAUS_S, new_demand
+from prefetcher.core.experts import EXPERTS, HORIZONS, PERIOD_S, WINDOWS_S, expert_policies, rates_of_next_use, without_prefetch
 from prefetcher.core.hedge import Hedge
-from prefetcher.core.node import EventLog, Hazard, Policy, PrefetchRule, Rank, new_caches, new_event_log, set_policy
-from prefetcher.core.types import HORIZONS_S
-from prefetcher.core.value import next_use_rate, price_per_byte_s
-from prefetcher.replay.engine import NodeLog, close_node, run_rows
+from prefetcher.core.node import EventLog, Hazard, new_caches, new_event_log, set_policy
+from prefetcher.core.node_run import run_rows
+from prefetcher.core.value import price_per_byte_s
+from prefetcher.replay.engine import NodeLog, close_node
 from prefetcher.replay.trace import Trace
 from prefetcher_models.hazard import HazardSettings
 from prefetcher_models.stream import HazardStream
 
-__all__ = ["EXPERTS", "LIVE", "PERIOD_S", "SHADOW", "Rates", "run_ours", "score_log"]
+__all__ = ["LIVE", "SHADOW", "Rates", "run_ours", "score_log"]
 
-PERIOD_S = 3600.0
-#: Horizons that are forecast, as indices of HORIZONS_S: 1, 2, 5, 10 and 60 min; and the windows W of the rates, as indices of those.
-_HORIZONS = (0, 1, 2, 3, 6)
-_WINDOWS = (3, 1, 4)
-_W10, _W2, _W60 = range(3)
-_OURS = Policy(Rank.HAZARD, load_aware=True)
-_FETCH = replace(_OURS, prefetch=PrefetchRule.INDEX)
-
-#: The experts of the Hedge, the first one live at the start. One of them without prefetch and without learning is always there.
-EXPERTS: dict[str, Policy] = {
-    "hazard-10min": replace(_OURS, variant=_W10),
-    "hazard-10min-prefetch": replace(_FETCH, variant=_W10, prefetch_variant=_W10),
-    "hazard-10min-prefetch-2min": replace(_FETCH, variant=_W10, prefetch_variant=_W2),
-    "hazard-60min-prefetch": replace(_FETCH, variant=_W60, prefetch_variant=_W10),
-    "hazard-mix-prefetch": replace(_FETCH, rank=Rank.HAZARD_MIX, variant=_W10, prefetch_variant=_W10),
-    "lhd": replace(_OURS, rank=Rank.LHD),
-    "mix": replace(_OURS, rank=Rank.MIX),
-    "lfu-1h": replace(_OURS, rank=Rank.LFU, tau=1),
-    "lfu-1d": replace(_OURS, rank=Rank.LFU, tau=3),
-    "lfu-7d": replace(_OURS, rank=Rank.LFU, tau=4),
-}
 LIVE = len(EXPERTS)  #: number of the live cache
 SHADOW = LIVE + 1  #: number of its twin without prefetching
 
@@ -61,11 +40,12 @@ class Rates:
 
 def score_log(trace: Trace, seed: int, progress: Progress) -> Rates:
     """The hazard over the log, strictly from the past at every row and tick. Forecasts don't depend on decisions."""
-    horizons_s = np.array([HORIZONS_S[j] for j in _HORIZONS])
-    stream = HazardStream(len(trace.models), trace.t0, horizons=_HORIZONS, settings=HazardSettings(seed=seed))
+    stream = HazardStream(len(trace.models), trace.t0, horizons=HORIZONS, settings=HazardSettings(seed=seed))
     model, user, count = trace.model.astype(np.int64), trace.user.astype(np.int64), trace.count.astype(np.int64)
     ticks = int((trace.t1 - trace.t0) / 60.0) + 1
-    rates = Rates(np.full((len(_WINDOWS), ticks, len(trace.models)), np.nan, np.float32), np.zeros((len(_WINDOWS), len(trace)), np.float32))
+    rates = Rates(
+        np.full((len(WINDOWS_S), ticks, len(trace.models)), np.nan, np.float32), np.zeros((len(WINDOWS_S), len(trace)), np.float32)
+    )
     first, tick, start_s = 0, 0, trace.t0
     while first < len(trace):
         until_s = start_s + 4 * PERIOD_S
@@ -74,10 +54,9 @@ def score_log(trace: Trace, seed: int, progress: Progress) -> Rates:
             trace.ts[first:last], model[first:last], user[first:last] if trace.users else None, count[first:last], until_s
         )
         taken = min(len(block.ticks), ticks - tick)
-        for v, window in enumerate(_WINDOWS):
-            rates.after_row[v, first:last] = next_use_rate(block.p_rows, horizons_s, window)
-            flat = block.p_ticks[:taken].reshape(-1, len(_HORIZONS))
-            rates.at_tick[v, tick : tick + taken] = next_use_rate(flat, horizons_s, window).reshape(taken, -1)
+        rates.after_row[:, first:last] = rates_of_next_use(block.p_rows)
+        flat = block.p_ticks[:taken].reshape(-1, len(HORIZONS))
+        rates.at_tick[:, tick : tick + taken] = rates_of_next_use(flat).reshape(len(WINDOWS_S), taken, -1)
         tick, first, start_s = tick + taken, last, until_s
         progress(min(1.0, (start_s - trace.t0) / max(trace.t1 - trace.t0, 1.0)), "learning from arrivals")
     return rates
@@ -98,16 +77,16 @@ def run_ours(
     """
     world = part.world
     price = price_per_byte_s(price_s_per_gb_h)
-    experts = [replace(p, price_per_byte_s=price, hold_s=hold_s) for p in EXPERTS.values()]
+    experts = expert_policies(price_s_per_gb_h, hold_s)
     hedge = Hedge(len(experts))
     follow = schedule is not None
     chosen = schedule if schedule is not None else []
-    policies = [experts[0], _without_prefetch(experts[0])] if follow else [*experts, experts[0], _without_prefetch(experts[0])]
+    policies = [experts[0], without_prefetch(experts[0])] if follow else [*experts, experts[0], without_prefetch(experts[0])]
     live = 0 if follow else LIVE
     caches = new_caches(policies, world, capacity_bytes)
     log = new_event_log(len(policies), len(world.ts), [live, live + 1])
     demand = new_demand(len(world.size_bytes), world.t0_s, STANDARD_TAUS_S)
-    latest = np.zeros((len(_WINDOWS), len(world.size_bytes)), np.float32)
+    latest = np.zeros((len(WINDOWS_S), len(world.size_bytes)), np.float32)
     after_row = np.ascontiguousarray(rates.after_row[:, part.rows])
     first, period, start_s = 0, 0, world.t0_s
     while start_s <= world.t1_s:
@@ -115,7 +94,7 @@ def run_ours(
         if not follow:
             chosen.append(number)
         set_policy(caches.policy[live], experts[number])
-        set_policy(caches.policy[live + 1], _without_prefetch(experts[number]))
+        set_policy(caches.policy[live + 1], without_prefetch(experts[number]))
         end_s = start_s + PERIOD_S
         last = int(np.searchsorted(world.ts, end_s))
         hazard = Hazard(rates.at_tick, after_row, latest, 0, 0)
@@ -128,7 +107,3 @@ def run_ours(
         progress(min(1.0, (start_s - world.t0_s) / max(world.t1_s - world.t0_s, 1.0)), "experts and the live cache")
     log = close_node(world, demand, Hazard(rates.at_tick, after_row, latest, 0, 0), caches, log)
     return log, chosen, list(EXPERTS)
-
-
-def _without_prefetch(policy: Policy) -> Policy:
-    return replace(policy, prefetch=PrefetchRule.NONE)

@@ -14,11 +14,12 @@ import numpy.typing as npt
 
 from prefetcher.core.demand import new_demand
 from prefetcher.core.node import new_caches, new_event_log, no_hazard
+from prefetcher.core.node_run import run_rows
 from prefetcher.core.value import DEFAULT_PRICE_S_PER_GB_H
 from prefetcher.errors import UsageError
 from prefetcher.replay.accounts import PolicyLogs, totals, write_logs
 from prefetcher.replay.catalog import read_load_times
-from prefetcher.replay.engine import build_tables, close_node, run_rows, split_by_node
+from prefetcher.replay.engine import build_tables, close_node, split_by_node
 from prefetcher.replay.frontier import FrontierPoint
 from prefetcher.replay.ours import LIVE, SHADOW, Rates, run_ours, score_log
 from prefetcher.replay.policies import DEFAULT_POLICIES, OURS, parse_policy, standard_taus

@@ -1,0 +1,69 @@
+"""The experts of the Hedge: the policies that compete to decide, and the rates of next use that they are told.
+
+What each of them would have cost is known from its shadow cache (`core.shadow_caches`, and replay's own caches).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.core.node import Policy, PrefetchRule, Rank
+from prefetcher.core.types import HORIZONS_S
+from prefetcher.core.value import next_use_rate, price_per_byte_s
+
+__all__ = [
+    "EXPERTS",
+    "HORIZONS",
+    "PERIOD_S",
+    "WINDOWS_S",
+    "expert_policies",
+    "rates_of_next_use",
+    "without_prefetch",
+]
+
+#: How often the Hedge looks at what each expert cost.
+PERIOD_S = 3600.0
+#: Horizons that the experts' rates need, as indices of HORIZONS_S: 1, 2, 5, 10 and 60 min.
+HORIZONS = (0, 1, 2, 3, 6)
+#: The windows W of the rates, as indices of HORIZONS: the rates' first axis is in this order.
+_WINDOWS = (3, 1, 4)
+WINDOWS_S: tuple[float, ...] = tuple(HORIZONS_S[HORIZONS[w]] for w in _WINDOWS)
+_W10, _W2, _W60 = range(3)
+_HORIZONS_S = np.array([HORIZONS_S[j] for j in HORIZONS])
+
+_OURS = Policy(Rank.HAZARD, load_aware=True)
+_FETCH = replace(_OURS, prefetch=PrefetchRule.INDEX)
+
+#: The experts of the Hedge, the first one live at the start. One of them without prefetch and without learning is always there.
+EXPERTS: dict[str, Policy] = {
+    "hazard-10min": replace(_OURS, variant=_W10),
+    "hazard-10min-prefetch": replace(_FETCH, variant=_W10, prefetch_variant=_W10),
+    "hazard-10min-prefetch-2min": replace(_FETCH, variant=_W10, prefetch_variant=_W2),
+    "hazard-60min-prefetch": replace(_FETCH, variant=_W60, prefetch_variant=_W10),
+    "hazard-mix-prefetch": replace(_FETCH, rank=Rank.HAZARD_MIX, variant=_W10, prefetch_variant=_W10),
+    "lhd": replace(_OURS, rank=Rank.LHD),
+    "mix": replace(_OURS, rank=Rank.MIX),
+    "lfu-1h": replace(_OURS, rank=Rank.LFU, tau=1),
+    "lfu-1d": replace(_OURS, rank=Rank.LFU, tau=3),
+    "lfu-7d": replace(_OURS, rank=Rank.LFU, tau=4),
+}
+
+
+def expert_policies(price_s_per_gb_h: float, hold_s: float) -> list[Policy]:
+    """The experts at a price and a hold, in the order of `EXPERTS`."""
+    price = price_per_byte_s(price_s_per_gb_h)
+    return [replace(policy, price_per_byte_s=price, hold_s=hold_s) for policy in EXPERTS.values()]
+
+
+def without_prefetch(policy: Policy) -> Policy:
+    """The same policy, fetching on demand only: the shadow's."""
+    return replace(policy, prefetch=PrefetchRule.NONE)
+
+
+def rates_of_next_use(probability: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """float32[windows, n]: h per second for each of `WINDOWS_S`, from P(used within each of HORIZONS), float32[n, len(HORIZONS)]."""
+    p = np.ascontiguousarray(probability, dtype=np.float32)
+    return np.stack([next_use_rate(p, _HORIZONS_S, window) for window in _WINDOWS])
