@@ -10,8 +10,10 @@
 | `prefetcher:{node/N}:fence` | fence of the plan below | controller | never |
 | `prefetcher:{node/N}:plan` | `core.types.Plan` of node N | controller | never |
 | `prefetcher:{node/N}:report` | `NodeReport` of node N | agent | after `REPORT_EXPIRES_S` |
-| `prefetcher:{node/N}:totals` | `core.ledger` totals of node N, JSON | agent | never |
-| `prefetcher:{node/N}:orders` | list of `OrderRecord`, the last `ORDERS_KEPT` | agent | by count |
+| `prefetcher:{node/N}:totals` | what node N's ledger adds up to, with memory that is still held (`agent.orderbook`) | agent | never |
+| `prefetcher:{node/N}:orders` | list of `OrderRecord`, one for each change; the last `ORDERS_KEPT` | agent | by count |
+| `prefetcher:{node/N}:ledger` | `agent.orderbook.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
+| `prefetcher:{node/N}:machine` | `agent.orderbook.MachineState` of node N, written together with its ledger and totals | agent | never |
 
 The braces are hash tags: keys that are written together lie in one slot of a cluster. Records are JSON but for `learned`.
 """
@@ -54,7 +56,7 @@ ORDERS_KEPT = 10_000
 
 
 def node_key(node: NodeName, what: str) -> str:
-    """The key of `what` (plan, fence, report, totals, orders) of a node."""
+    """The key of `what` (plan, fence, report, totals, orders, ledger, machine) of a node."""
     return f"prefetcher:{{node/{node}}}:{what}"
 
 
@@ -67,12 +69,17 @@ class Switch(msgspec.Struct, frozen=True):
 
 
 class KnownWeights(msgspec.Struct, frozen=True):
-    """Weights below the host tier: `load_s` is the measured time to load, or the link's where nothing was measured."""
+    """Weights below the host tier: `load_s` is the measured time to load, or the link's where nothing was measured.
+
+    Over its `loads` demand loads so far, `others` rows in all waited for other weights when its turn came: the model's own μ.
+    """
 
     model: str
     version: str
     bytes: int
     load_s: float
+    others: float = 0.0
+    loads: float = 0.0
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
@@ -126,7 +133,11 @@ class NodeReport(msgspec.Struct, frozen=True):
 
 
 class OrderRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One prefetch from decision to outcome, as DESIGN's order log has it, with what led to it."""
+    """One prefetch from decision to outcome, with what led to it.
+
+    `outcome` is settled by `core.ledger`'s table; `premature` (weights asked for within one hold after an unused end) is None while the
+    order runs, `redundant` (a node without prefetching had the weights too) where nobody knows.
+    """
 
     decision_id: str
     node: str
