@@ -93,6 +93,11 @@ class Found(IntEnum):
     ABSENT = 3
 
 
+# The same codes as plain integers, for kernels.
+ABSENT, QUEUED, LOADING, READY, PREFETCH, HELD = (int(s) for s in Status)
+IDLE, DEMAND, UNCACHED, PREFETCHING, PAUSING = (int(u) for u in LinkUse)
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """One policy, in words. `tau` and `variant` are column numbers in `Demand.taus_s` and `Hazard`.

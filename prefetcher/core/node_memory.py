@@ -1,0 +1,231 @@
+"""Memory and link of one cache of a node without bytes: taking memory, giving it back, finding room, starting a transfer.
+
+What happens to an unused prefetch and to the event log when weights go is here too, since every way of going ends in `evict`. Who is loaded
+is in `core.node_steps` (demand) and `core.node_prefetch`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.core.compiled import kernel
+from prefetcher.core.demand import Demand
+from prefetcher.core.node import (
+    ABSENT,
+    CANCELLED,
+    DISPLACED,
+    LOADING,
+    OPEN,
+    PREFETCH,
+    PREFETCHING,
+    READY,
+    USELESS,
+    Caches,
+    EventLog,
+    Hazard,
+    Rank,
+    World,
+)
+from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.ranking import key_of, sieve_leave, sieve_next
+
+__all__ = [
+    "evict",
+    "make_room",
+    "ready_models",
+    "set_expiry",
+    "start_transfer",
+    "sweep_expired",
+    "sweep_priced",
+    "take_memory",
+    "victims_in_order",
+]
+
+GDSF, SIEVE = int(Rank.GDSF), int(Rank.SIEVE)
+
+
+@kernel
+def _hold_time(e: int, now_s: float, caches: Caches) -> None:
+    cache = caches.cache[e]
+    if now_s > cache.held_at_s:
+        cache.period_byte_s += cache.used * (now_s - cache.held_at_s)
+        cache.held_at_s = now_s
+
+
+@kernel
+def take_memory(e: int, model: int, now_s: float, prefetched: bool, world: World, caches: Caches) -> None:
+    _hold_time(e, now_s, caches)
+    weights = caches.weights[e]
+    caches.cache[e].used += world.size_bytes[model]
+    weights[model].taken_s = now_s
+    weights[model].ready_s = np.nan
+    weights[model].prefetched = prefetched
+    weights[model].unused = prefetched
+
+
+@kernel
+def evict(e: int, model: int, at_s: float, outcome: int, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
+    """Frees a resident or partial model; `outcome` is what an unused prefetch ends as."""
+    _hold_time(e, at_s, caches)
+    cache = caches.cache[e]
+    w = caches.weights[e][model]
+    if caches.policy[e].rank == SIEVE and w.status == READY:
+        sieve_leave(e, model, caches)
+    cache.used -= world.size_bytes[model]
+    if w.order >= 0:
+        order = log.orders[w.order]
+        order.end_s = at_s
+        if order.outcome == OPEN:
+            order.outcome = outcome
+            if outcome != CANCELLED:
+                w.refused_after_s = at_s
+    event = log.residency[log.filled[0]]
+    log.filled[0] += 1
+    event.cache = e
+    event.model = model
+    event.start_s = w.taken_s
+    event.ready_s = w.ready_s
+    event.last_use_s = np.nan if w.unused or np.isnan(w.ready_s) else max(demand.last_s[model], w.ready_s)
+    event.end_s = at_s
+    event.prefetch = w.prefetched
+    event.order = w.order
+    w.status = ABSENT
+    w.left_s = world.link_s[model]
+    w.order = -1
+    w.unused = False
+    w.expiry_s = np.inf
+    if cache.partial == model:
+        cache.partial = -1
+
+
+@kernel
+def set_expiry(e: int, model: int, expiry_s: float, caches: Caches) -> None:
+    caches.weights[e][model].expiry_s = expiry_s
+    if expiry_s < caches.cache[e].expiry_s:
+        caches.cache[e].expiry_s = expiry_s
+
+
+@kernel
+def sweep_expired(e: int, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
+    cache = caches.cache[e]
+    if cache.expiry_s > now_s:
+        return
+    weights = caches.weights[e]
+    earliest = np.inf
+    for m in range(len(weights)):
+        if weights[m].status == READY:
+            if weights[m].expiry_s <= now_s:
+                evict(e, m, weights[m].expiry_s, USELESS, world, demand, caches, log)
+            else:
+                earliest = min(earliest, weights[m].expiry_s)
+    cache.expiry_s = earliest
+
+
+@kernel
+def sweep_priced(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
+    """Gives back the weights whose bytes are worth less than their price."""
+    policy = caches.policy[e]
+    weights = caches.weights[e]
+    for m in range(len(weights)):
+        if weights[m].status == READY and key_of(e, m, policy.variant, True, now_s, world, demand, hazard, caches) < policy.price:
+            evict(e, m, now_s, USELESS, world, demand, caches, log)
+
+
+@kernel
+def ready_models(e: int, but: int, caches: Caches) -> npt.NDArray[np.int64]:
+    weights = caches.weights[e]
+    out = np.empty(len(weights), np.int64)
+    number = 0
+    for m in range(len(weights)):
+        if weights[m].status == READY and m != but:
+            out[number] = m
+            number += 1
+    return out[:number]
+
+
+@kernel
+def victims_in_order(
+    key: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need: float
+) -> tuple[npt.NDArray[np.int64], bool]:
+    """The classic way: lowest key first until the room suffices."""
+    total = 0.0
+    for m in candidates:
+        total += size_bytes[m]
+    if total < need:
+        return candidates[:0], False
+    order = candidates[np.argsort(key[candidates], kind="mergesort")]
+    got = 0.0
+    number = 0
+    while got < need:
+        got += size_bytes[order[number]]
+        number += 1
+    return order[:number], True
+
+
+@kernel
+def _make_room_by_hand(e: int, need: float, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> bool:
+    """SIEVE: victims one by one, where the residents hold enough at all."""
+    held = 0.0
+    for m in ready_models(e, -1, caches):
+        held += world.size_bytes[m]
+    if held < need:
+        return False
+    got = 0.0
+    while got < need:
+        victim = sieve_next(e, caches)
+        got += world.size_bytes[victim]
+        evict(e, victim, now_s, DISPLACED, world, demand, caches, log)
+    return True
+
+
+@kernel
+def make_room(e: int, model: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> bool:
+    """Room for a demand load, with evictions; False: serve it uncached."""
+    cache = caches.cache[e]
+    policy = caches.policy[e]
+    size = world.size_bytes[model]
+    if size > cache.capacity:
+        return False
+    sweep_expired(e, now_s, world, demand, caches, log)
+    if policy.price > 0.0 and policy.load_aware:
+        entrant = key_of(e, model, policy.variant, True, now_s, world, demand, hazard, caches)
+        if entrant < policy.price:
+            return False
+    need = cache.used + size - cache.capacity
+    if need > 0.0 and cache.partial >= 0:
+        evict(e, cache.partial, now_s, CANCELLED, world, demand, caches, log)
+        need = cache.used + size - cache.capacity
+    if need <= 0.0:
+        return True
+    if policy.rank == SIEVE:
+        return _make_room_by_hand(e, need, now_s, world, demand, caches, log)
+    candidates = ready_models(e, model, caches)
+    key = np.empty(len(world.size_bytes))
+    for m in candidates:
+        key[m] = key_of(e, m, policy.variant, True, now_s, world, demand, hazard, caches)
+    if policy.as_set:
+        victims, suffice = choose_victims(key, world.size_bytes, candidates, need)
+    else:
+        victims, suffice = victims_in_order(key, world.size_bytes, candidates, need)
+    if not suffice:
+        return False
+    if policy.bypass:
+        entrant = key_of(e, model, policy.variant, True, now_s, world, demand, hazard, caches)
+        if not outbids(entrant, size, key, world.size_bytes, victims):
+            return False
+    for m in victims:
+        if policy.rank == GDSF:
+            cache.clock = caches.weights[e][m].priority
+        evict(e, m, now_s, DISPLACED, world, demand, caches, log)
+    return True
+
+
+@kernel
+def start_transfer(e: int, model: int, use: int, now_s: float, caches: Caches) -> None:
+    cache = caches.cache[e]
+    cache.link = use
+    cache.moving = model
+    cache.segment_s = now_s
+    cache.finish_s = now_s + caches.weights[e][model].left_s
+    caches.weights[e][model].status = PREFETCH if use == PREFETCHING else LOADING

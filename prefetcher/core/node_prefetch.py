@@ -1,0 +1,177 @@
+"""What a cache fetches without demand, by rule: the guarded prefetch by index, the earliest next use, hybrid's pre-warming.
+
+Called only when the link is idle and no demand waits (`core.node_steps`); each rule starts at most one transfer.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from prefetcher.core.compiled import kernel
+from prefetcher.core.demand import Demand
+from prefetcher.core.node import ABSENT, CANCELLED, DISPLACED, OPEN, PREFETCH, PREFETCHING, READY, Caches, EventLog, Hazard, World
+from prefetcher.core.node_memory import evict, make_room, ready_models, start_transfer, take_memory, victims_in_order
+from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.ranking import key_of, next_use_per_s
+from prefetcher.core.value import load_discount
+
+__all__ = ["BUSY_TAU_S", "prefetch_by_index", "prefetch_earliest", "prewarm"]
+
+#: Link use is measured with this time constant.
+BUSY_TAU_S = 600.0
+#: A paused prefetch is worth this much more than one that would start from nothing.
+RESUME_BONUS = 1.2
+#: Candidates tried when the best one does not outbid its victims.
+CANDIDATES = 4
+#: A prefetch given up unused comes back only for a row of its model or for a score this many times higher.
+SECOND_CHANCE = 2.0
+
+
+@kernel
+def _issue(e: int, model: int, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
+    """Starts a prefetch whose room is there."""
+    cache = caches.cache[e]
+    if cache.partial >= 0 and cache.partial != model:
+        evict(e, cache.partial, now_s, CANCELLED, world, demand, caches, log)
+    if cache.partial != model:
+        take_memory(e, model, now_s, True, world, caches)
+        number = log.filled[2]
+        log.filled[2] += 1
+        order = log.orders[number]
+        order.cache = e
+        order.model = model
+        order.issued_s = now_s
+        order.ready_s = np.nan
+        order.first_use_s = np.nan
+        order.end_s = np.nan
+        order.outcome = OPEN
+        order.premature = False
+        caches.weights[e][model].order = number
+        caches.weights[e][model].last_order = number
+        cache.partial = model
+    start_transfer(e, model, PREFETCHING, now_s, caches)
+
+
+@kernel
+def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
+    """The guarded prefetch: on a quiet link, the highest discounted index first, at `margin` times what it displaces."""
+    cache = caches.cache[e]
+    policy = caches.policy[e]
+    weights = caches.weights[e]
+    if cache.busy_s * math.exp(-(now_s - cache.busy_at_s) / BUSY_TAU_S) / BUSY_TAU_S > policy.busy_ratio:
+        return
+    best = np.full(CANDIDATES, -1, np.int64)
+    score = np.zeros(CANDIDATES)
+    for m in range(len(weights)):
+        status = weights[m].status
+        if (status != ABSENT and status != PREFETCH) or demand.rows[m] == 0 or world.size_bytes[m] > cache.capacity:
+            continue
+        rate = next_use_per_s(policy.rank, policy.tau, policy.prefetch_variant, m, now_s, demand, hazard, world, caches.next_ts)
+        value = key_of(e, m, policy.prefetch_variant, False, now_s, world, demand, hazard, caches)
+        value *= load_discount(rate, world.link_s[m])
+        if status == PREFETCH:
+            value *= RESUME_BONUS
+        elif weights[m].refused_after_s > demand.last_s[m] and value < SECOND_CHANCE * weights[m].priority:
+            continue
+        if value <= policy.price or value <= score[CANDIDATES - 1]:
+            continue
+        place = CANDIDATES - 1
+        while place > 0 and value > score[place - 1]:
+            score[place] = score[place - 1]
+            best[place] = best[place - 1]
+            place -= 1
+        score[place] = value
+        best[place] = m
+    if best[0] < 0:
+        return
+    key = np.empty(0)
+    residents = np.empty(0, np.int64)
+    partial_bytes = world.size_bytes[cache.partial] if cache.partial >= 0 else 0.0
+    for place in range(CANDIDATES):
+        model = best[place]
+        if model < 0:
+            return
+        if model == cache.partial:
+            _issue(e, model, now_s, world, demand, caches, log)
+            return
+        need = cache.used - partial_bytes + world.size_bytes[model] - cache.capacity
+        if need <= 0.0:
+            victims = residents[:0]
+        else:
+            if len(key) == 0:
+                residents = ready_models(e, -1, caches)
+                key = np.empty(len(weights))
+                for resident in residents:
+                    key[resident] = key_of(e, int(resident), policy.prefetch_variant, False, now_s, world, demand, hazard, caches)
+            victims, suffice = choose_victims(key, world.size_bytes, residents, need)
+            if not suffice or not outbids(score[place] / policy.margin, world.size_bytes[model], key, world.size_bytes, victims):
+                continue
+            highest = 0.0
+            for victim in victims:
+                highest = max(highest, key[victim])
+            if score[place] <= policy.margin * highest:
+                continue
+        for victim in victims:
+            evict(e, victim, now_s, DISPLACED, world, demand, caches, log)
+        weights[model].priority = score[place]
+        _issue(e, model, now_s, world, demand, caches, log)
+        return
+
+
+@kernel
+def prefetch_earliest(e: int, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
+    """With knowledge of the future: the absent model with the earliest next use, at the cost only of what is needed later."""
+    cache = caches.cache[e]
+    weights = caches.weights[e]
+    model = -1
+    for m in range(len(weights)):
+        absent = weights[m].status == ABSENT or weights[m].status == PREFETCH
+        if absent and world.size_bytes[m] <= cache.capacity and (model < 0 or caches.next_ts[m] < caches.next_ts[model]):
+            model = m
+    if model < 0 or caches.next_ts[model] == np.inf:
+        return
+    if model != cache.partial:
+        partial_bytes = world.size_bytes[cache.partial] if cache.partial >= 0 else 0.0
+        need = cache.used - partial_bytes + world.size_bytes[model] - cache.capacity
+        if need > 0.0:
+            key = np.empty(len(weights))
+            later = np.empty(len(weights), np.int64)
+            number = 0
+            for m in range(len(weights)):
+                if weights[m].status == READY and caches.next_ts[m] > caches.next_ts[model]:
+                    key[m] = 1.0 / max(caches.next_ts[m] - now_s, 1e-3)
+                    later[number] = m
+                    number += 1
+            victims, suffice = victims_in_order(key, world.size_bytes, later[:number], need)
+            if not suffice:
+                return
+            for m in victims:
+                evict(e, m, now_s, DISPLACED, world, demand, caches, log)
+    _issue(e, model, now_s, world, demand, caches, log)
+
+
+@kernel
+def prewarm(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
+    """Hybrid: what is due comes back, the earliest first, evicting by recency when full."""
+    weights = caches.weights[e]
+    model = -1
+    following = np.inf
+    for m in range(len(weights)):
+        if weights[m].warm_s > now_s:
+            following = min(following, weights[m].warm_s)
+        elif weights[m].status != ABSENT or weights[m].tail_s <= now_s:
+            weights[m].warm_s = np.inf
+        elif model < 0 or weights[m].warm_s < weights[model].warm_s:
+            if model >= 0:
+                following = min(following, weights[model].warm_s)
+            model = m
+        else:
+            following = min(following, weights[m].warm_s)
+    caches.cache[e].next_warm_s = following
+    if model < 0:
+        return
+    weights[model].warm_s = np.inf
+    if make_room(e, model, now_s, world, demand, hazard, caches, log):
+        _issue(e, model, now_s, world, demand, caches, log)
