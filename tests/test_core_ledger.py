@@ -49,6 +49,7 @@ BEGAN, READY = facts.OrderBegan(O, 10.0), facts.OrderReady(O, 20.0)
         ((BEGAN, READY, facts.OrderUsed(O, 20.0)), Outcome.TIMELY),
         ((BEGAN, READY, facts.OrderUsed(O, 30.0), facts.OrderEnded(O, 40.0, Ending.DISPLACED, "room")), Outcome.TIMELY),
         ((BEGAN, facts.OrderUsed(O, 15.0), READY), Outcome.LATE),
+        ((BEGAN, READY, facts.OrderUsed(O, 15.0)), Outcome.LATE),
         ((BEGAN, facts.OrderUsed(O, 15.0), facts.OrderEnded(O, 17.0, Ending.FAILED, "disk")), Outcome.FAILED),
         ((BEGAN, READY, facts.OrderEnded(O, 620.0, Ending.GIVEN_UP, "hold")), Outcome.USELESS),
         ((BEGAN, READY, facts.OrderEnded(O, 30.0, Ending.DISPLACED, "room")), Outcome.DISPLACED),
@@ -110,6 +111,23 @@ def test_memory_is_idle_after_its_last_use_and_wasted_when_a_prefetch_was_never_
     assert (total.held_byte_s, total.idle_byte_s, total.wasted_byte_s) == (2300.0, 1000.0 + 500.0 + 300.0, 1000.0)
 
 
+@pytest.mark.parametrize(
+    ("used_s", "ready_s", "saved_s"),
+    [(50.0, 30.0, 12.0), (30.0, 30.0, 12.0), (25.0, 30.0, 7.0), (11.0, 30.0, 0.0), (None, 30.0, 0.0)],
+)
+def test_what_a_prefetch_saved_is_how_long_its_bytes_had_moved(used_s: float | None, ready_s: float, saved_s: float) -> None:
+    """It moved from 10 to 15, paused, and moved from 23 to 30."""
+    ledger, key = Ledger(), WeightsKey(ModelName("a"))
+    ledger.record(facts.OrderIssued(an_order("o"), 12))
+    told: list[facts.Fact] = [BEGAN]
+    told += [facts.TransferEnded(key, Tier.DISK, Tier.HOST, a, b, int(b - a), Cause.FORECAST, O) for a, b in ((10.0, 15.0), (23.0, 30.0))]
+    told += [facts.OrderReady(O, ready_s), *([facts.OrderUsed(O, used_s)] if used_s is not None else [])]
+    told += [facts.OrderEnded(O, 99.0, Ending.GIVEN_UP, "hold")]
+    for fact in told:
+        ledger.record(fact)
+    assert sum_totals(ledger.totals().values()).saved_s == saved_s
+
+
 def test_accuracy_and_timeliness_leave_out_what_says_nothing() -> None:
     counts = {Outcome.TIMELY: 3, Outcome.LATE: 1, Outcome.USELESS: 2, Outcome.FAILED: 2, Outcome.SUPERSEDED: 9, Outcome.CANCELLED: 9}
     totals = Totals(outcomes=counts)
@@ -148,6 +166,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.closed: list[OrderEntry] = []
         self.old: list[tuple[TotalsKey, Totals]] = []
         self.settled: Counter[str] = Counter()
+        self.told: dict[str, str] = {}
         self.rows = 0
 
     def tell(self, fact: facts.Fact) -> None:
@@ -181,7 +200,7 @@ class LedgerMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.names("begun")))
         self.stages[name] = "ready"
         key = WeightsKey(ModelName("a"))
-        self.tell(facts.TransferEnded(key, Tier.DISK, Tier.HOST, self.now_s, self.now_s, moved, Cause.FORECAST, DecisionId(name)))
+        self.tell(facts.TransferEnded(key, Tier.DISK, Tier.HOST, self.now_s - 3.0, self.now_s, moved, Cause.FORECAST, DecisionId(name)))
         self.tell(facts.OrderReady(DecisionId(name), self.now_s))
 
     @precondition(lambda self: self.names("begun", "ready", "ended"))
@@ -259,6 +278,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if record.outcome is not Outcome.OPEN:
                 totals.outcomes[record.outcome] = totals.outcomes.get(record.outcome, 0) + 1
                 totals.early_byte_s += record.bytes * record.early_s
+                totals.saved_s += record.saved_s
                 if record.end_s is not None and record.outcome not in (Outcome.TIMELY, Outcome.LATE):
                     totals.wasted_moved_bytes += record.moved_bytes
         parts: dict[TotalsKey, list[Totals]] = {}
@@ -270,8 +290,21 @@ class LedgerMachine(RuleBasedStateMachine):
             assert (found.orders, found.premature, found.redundant) == (expected.orders, expected.premature, expected.redundant)
             assert found.outcomes == expected.outcomes
             assert found.early_byte_s == pytest.approx(expected.early_byte_s)
+            assert found.saved_s == pytest.approx(expected.saved_s)
             assert found.wasted_moved_bytes == expected.wasted_moved_bytes
         assert sum(totals.rows for totals in summed.values()) == self.rows
+        for (cause, arm), ever in self.ledger.lifetime().items():
+            expected = sum_totals(part for key, part in summed.items() if (key.cause, key.arm) == (cause, arm))
+            for exact in ("orders", "outcomes", "premature", "redundant", "rows", "found", "leases", "moved_bytes", "wasted_moved_bytes"):
+                assert getattr(ever, exact) == getattr(expected, exact)
+            assert ever.early_byte_s == pytest.approx(expected.early_byte_s)
+        assert {(key.cause, key.arm) for key in summed} == set(self.ledger.lifetime())
+
+    @invariant()
+    def what_changed_is_told(self) -> None:
+        for entry in self.ledger.take_changed():
+            self.told[entry.order.decision_id] = str(entry)
+        assert self.told == {record.order.decision_id: str(record) for record in self.all_records()}
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

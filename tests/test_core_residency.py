@@ -391,6 +391,134 @@ def test_after_a_restart_only_what_was_found_is_there_and_begun_prefetches_are_l
     assert bench.tell(ev.EvictAsked(ModelName("kept"), "x")).of(ev.Answer)[0].ok, "leases died with the process"
 
 
+def test_a_restart_ends_what_the_old_process_did_when_it_was_last_heard_of() -> None:
+    bench = Bench({"held": 20, "gone": 30, "moving": 10, "wanted": 10}).load("held").load("gone", "h")
+    bench.plan(bench.wants("moving", 1.0, "o1"))
+    bench.tell(ev.Requested(ModelName("wanted"), bench.now_s)).tell(ev.BytesVerified(key("moving"), Tier.HOST, 7))
+    last_s = bench.now_s
+    bench.tell(ev.AgentRestarted(frozenset({(key("held"), Tier.HOST)})), after_s=9000.0)
+    (ended,) = bench.facts(facts.OrderEnded)
+    assert (ended.decision_id, ended.at_s) == ("o1", last_s)
+    assert [(t.key.model, t.bytes, t.end_s) for t in bench.facts(facts.TransferEnded)] == [("moving", 7, last_s)]
+    assert [(s.model, s.dropped, s.wait_s) for s in bench.facts(facts.RowServed)] == [("wanted", True, 2.0)]
+    ends = {r.key.model: (r.last_use_s, r.end_s) for r in bench.facts(facts.ResidencyEnded)}
+    assert ends == {"gone": (last_s, last_s), "moving": (None, last_s)}, "leased memory was in use to the end"
+    (still,) = bench.machine.held(bench.now_s)
+    assert (still.key.model, still.end_s) == ("held", bench.now_s)
+
+
+def test_after_a_restart_what_is_found_complete_is_adopted_and_what_has_no_files_is_forgotten() -> None:
+    bench = Bench({"loading": 20, "old": 30, "away": 10})
+    bench.plan(bench.wants("loading", 1.0, "o1"), bench.wants("away", 0.5, "o2"))
+    bench.see(key("old", "2"), 40)
+    bench.tell(ev.VersionPublished(key("old"), key("old", "2")))
+    bench.load("old")
+    serving = bench.machine.holdings.serving[ModelName("old")]
+    catalog = frozenset({key("loading"), key("old", "2")})
+    bench.tell(ev.AgentRestarted(frozenset({(key("loading"), Tier.HOST)}), catalog))
+    assert {e.decision_id: (e.ending, e.reason) for e in bench.facts(facts.OrderEnded)} == {
+        "o1": (facts.Ending.LOST, "restarted"),
+        "o2": (facts.Ending.REPLACED, "no_copy"),
+    }
+    assert bench.tiers("loading") == {Tier.DISK, Tier.HOST}, "every byte was there: it is not loaded again"
+    assert bench.of(ev.LoadWeights) == []
+    assert set(bench.machine.holdings.weights) == catalog
+    assert serving == key("old", "2")
+    bench.plan(bench.wants("loading", 1.0))
+    assert [r.reason for r in bench.tell(ev.LeaseRequested("h", ModelName("away"), "t")).of(ev.RefuseLease)] == ["unknown_model"]
+    restored = ResidencyMachine(NODE, bench.machine.limits)
+    restored.restore(bench.machine.snapshot())
+    assert restored.check() == []
+
+
+def test_a_model_whose_serving_version_has_no_files_any_more_is_served_by_the_one_that_has() -> None:
+    bench = Bench({"m": 30, "busy": 20})
+    bench.tell(ev.LeaseRequested("h", ModelName("busy"), "t"))
+    bench.see(key("m", "2"), 30)
+    bench.tell(ev.VersionPublished(key("m"), key("m", "2")))
+    bench.see(key("m", "3"), 30)
+    catalog = frozenset({key("m", "3"), key("busy")})
+    bench.tell(ev.AgentRestarted(frozenset(), catalog))
+    assert bench.machine.holdings.serving[ModelName("m")] == key("m", "3")
+    bench.tell(ev.LeaseRequested("h2", ModelName("m"), "t2")).tell(ev.WeightsLoaded(key("m", "3"), Tier.HOST))
+    assert [g.key.version for g in bench.of(ev.GrantLease)] == ["3"]
+
+
+def test_memory_that_is_still_held_is_in_use_while_it_is_leased_or_waited_for() -> None:
+    bench = Bench({"leased": 20, "idle": 20, "awaited": 20, "guess": 20})
+    bench.load("leased", "h").load("idle")
+    used_s = bench.now_s
+    bench.tell(ev.Requested(ModelName("awaited"), bench.now_s), 100.0)
+    held = {f.key.model: f.last_use_s for f in bench.machine.held(bench.now_s + 5.0)}
+    assert held == {"leased": bench.now_s + 5.0, "idle": used_s, "awaited": bench.now_s + 5.0}
+    bench.tell(ev.WeightsLoaded(key("awaited"), Tier.HOST)).tell(ev.LeaseReleased("h", key("leased")))
+    bench.plan(bench.wants("guess", 1.0, "o1"))
+    held = {f.key.model: (f.last_use_s, f.decision_id) for f in bench.machine.held(bench.now_s + 5.0)}
+    assert held["leased"] == (bench.now_s - 1.0, None)
+    assert held["guess"] == (None, "o1")
+
+
+def test_a_row_that_is_heard_of_late_waited_until_the_weights_were_there_and_no_longer() -> None:
+    bench = Bench({"a": 50, "b": 50})
+    bench.plan(bench.wants("a", 1.0, "o1")).tell(ev.WeightsLoaded(key("a"), Tier.HOST), 5.0)
+    ready_s = bench.now_s
+    bench.tell(ev.Requested(ModelName("a"), ready_s - 2.0), 30.0)
+    assert [(s.found, s.wait_s) for s in bench.facts(facts.RowServed)] == [(facts.Found.READY, 2.0)]
+    assert [u.at_s for u in bench.facts(facts.OrderUsed)] == [ready_s - 2.0], "before it was ready: late"
+    bench.tell(ev.Requested(ModelName("a"), bench.now_s - 7.0), 1.0)
+    assert [s.wait_s for s in bench.facts(facts.RowServed)] == [0.0]
+
+
+def test_an_open_that_no_row_came_before_is_a_row_and_goes_with_its_holder() -> None:
+    bench = Bench({"a": 50})
+    bench.tell(ev.LeaseRequested("h1", ModelName("a"), "t1", announced=False))
+    bench.tell(ev.LeaseRequested("h2", ModelName("a"), "t2"))
+    bench.tell(ev.HolderLost("h1"))
+    assert [(s.is_row, s.dropped) for s in bench.facts(facts.RowServed)] == [(True, True)]
+    bench.tell(ev.WeightsLoaded(key("a"), Tier.HOST))
+    assert [s.is_row for s in bench.facts(facts.RowServed)] == [False]
+
+
+def test_a_row_that_an_open_stood_for_only_brings_its_index() -> None:
+    bench = Bench({"a": 50})
+    bench.tell(ev.Requested(ModelName("a"), bench.now_s, 3.0, counted=True))
+    assert bench.told == []
+    assert bench.machine.holdings.weights[key("a")].index == 3.0
+
+
+def test_a_paused_prefetch_that_demand_joined_is_queued_with_its_memory() -> None:
+    bench = Bench({"guess": 50, "now": 40})
+    bench.plan(bench.wants("guess", 5.0, "o1"), bench.wants("now", 9.0))
+    bench.tell(ev.Requested(ModelName("now"), bench.now_s))
+    found = []
+    for _ in range(2):
+        bench.tell(ev.Requested(ModelName("guess"), bench.now_s))
+        found += [r.found for r in bench.facts(facts.RowSeen)]
+    assert found == [facts.Found.MOVING, facts.Found.QUEUED]
+    bench.tell(ev.LoadPaused(key("guess"), Tier.HOST, 20))
+    assert [i.key.model for i in bench.of(ev.LoadWeights)] == ["guess"], "two rows for 30 bytes against one for 40"
+
+
+def test_the_link_waits_for_memory_that_comes_back_at_once_and_not_for_what_an_engine_still_maps() -> None:
+    for late in (False, True):
+        bench = Bench({"old": 60, "first": 70, "next": 20, "busy": 5})
+        bench.load("old").plan(*(bench.wants(model, i) for model, i in (("old", 0.1), ("first", 9.0), ("next", 1.0), ("busy", 9.0))))
+        bench.tell(ev.Requested(ModelName("busy"), bench.now_s))
+        for model in ("first", "first", "first", "first", "next"):
+            bench.tell(ev.Requested(ModelName(model), bench.now_s))
+        bench.tell(ev.WeightsLoaded(key("busy"), Tier.HOST))
+        assert [e.key.model for e in bench.of(ev.EvictWeights)] == ["old"]
+        assert bench.of(ev.LoadWeights) == [], "20 bytes are free, but it is not their turn"
+        bench.tell(ev.Ticked(), 0.5)
+        assert bench.of(ev.LoadWeights) == []
+        if late:
+            bench.tell(ev.Ticked(), 0.6)
+            assert [i.key.model for i in bench.of(ev.LoadWeights)] == ["next"]
+        else:
+            bench.tell(ev.WeightsEvicted(key("old"), Tier.HOST), 0.1)
+            assert [i.key.model for i in bench.of(ev.LoadWeights)] == ["first"]
+
+
 def test_a_snapshot_of_something_else_is_refused() -> None:
     machine = Bench({"a": 10}).machine
     other = ResidencyMachine(NodeName("other"), NodeLimits({Tier.HOST: 100}))

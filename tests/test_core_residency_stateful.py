@@ -173,7 +173,7 @@ class Residency(RuleBasedStateMachine):
                 assert before != "ended"
                 assert (ending is facts.Ending.REPLACED) == (before == "issued")
                 if before == "ready":
-                    assert ending in (facts.Ending.GIVEN_UP, facts.Ending.DISPLACED)
+                    assert ending in (facts.Ending.GIVEN_UP, facts.Ending.DISPLACED, facts.Ending.LOST)
                 self.orders[decision_id] = "ended"
             case facts.RowSeen(model, lease=lease):
                 self.rows[model, lease] += 1
@@ -346,6 +346,16 @@ class Residency(RuleBasedStateMachine):
         self.twin = a_machine()
         self.twin.restore(written)
         assert json.loads(json.dumps(self.twin.snapshot())) == written
+
+    @rule(data=st.data())
+    def agent_is_killed_and_starts_again(self, data: st.DataObject) -> None:
+        """Of what was near, some is found again, also loads that had completed without being told."""
+        near = sorted(place for place in [*self.there, *self.loading] if place[1] >= Tier.HOST)
+        kept = data.draw(st.sets(st.sampled_from(near))) if near else set()
+        self.there = {place for place in self.there if place[1] < Tier.HOST} | kept
+        for books in (self.loading, self.paused, self.pausing, self.leaving, self.leases):
+            books.clear()
+        self.tell(ev.AgentRestarted(frozenset(kept)))
 
     # --- what always holds ---
 

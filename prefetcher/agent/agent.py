@@ -1,7 +1,8 @@
 """The node agent: one thread owns the residency machine, hears everything as events, and has its instructions carried out.
 
-Wires the machine to the loader and the host memory (`agent.moves`), to the lease socket, and to the state store: it takes plans from there
-and reports there. Its timers are its own, so what nobody uses leaves also when the controller is gone.
+Wires the machine to the loader and the host memory (`agent.moves`), to the lease socket, and to the state store: it takes plans from there,
+reports there, and writes there what it needs to go on after a crash. Its timers are its own, so what nobody uses leaves also when the
+controller is gone.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,17 +24,19 @@ from prefetcher.agent.hostmem import HostArena
 from prefetcher.agent.lease_server import Grant, GrantedFile, Holder, LeaseServer
 from prefetcher.agent.manifest import Catalog, ModelSource, scan_models_folder
 from prefetcher.agent.moves import Moves
-from prefetcher.agent.orderbook import OrderBook
+from prefetcher.agent.orderbook import LedgerState, MachineState, OrderBook, decode_state
 from prefetcher.agent.report import LinkMeter, make_report
+from prefetcher.agent.uses import Uses
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.core import events as ev
 from prefetcher.core.copies import NodeLimits
 from prefetcher.core.facts import RowSeen, RowServed, TransferEnded
 from prefetcher.core.residency import ResidencyMachine
-from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen, Tier, WeightsKey
+from prefetcher.core.types import Arm, Cause, ModelName, ModelVersion, NodeName, RequestSeen, Tier, WeightsKey
 from prefetcher.core.value import price_per_byte_s
 from prefetcher.errors import (
+    InputError,
     IntegrityError,
     ModelNotFoundError,
     NoRoomError,
@@ -50,6 +53,14 @@ __all__ = ["Agent", "AgentOptions"]
 #: Real seconds between looks at timers, and between reports without a change.
 _TICK_S = 0.1
 _REPORT_S = 1.0
+#: Real seconds between writes of ledger and machine when something happened, and when only time passed: as much of what is held would
+#: go uncounted after a crash.
+_SAVE_S = 1.0
+_SAVE_IDLE_S = 10.0
+#: A write takes at most a twentieth of the loop's time, however large the node is.
+_SAVE_SHARE = 20.0
+#: A snapshot from further ahead was made by a clock that was wrong; the machine's time would stand still until then.
+_AHEAD_S = 60.0
 #: Real seconds between looks at the models folder.
 _SCAN_S = 5.0
 #: An act by hand is answered by the machine at once; longer means that the loop hangs.
@@ -89,7 +100,12 @@ class _Wait:
 
 
 class Agent:
-    """One node. `start` brings it up or raises; `close` ends it and gives all memory back. Other methods are safe for threads."""
+    """One node. `start` brings it up or raises; `close` ends it and gives all memory back. Other methods are safe for threads.
+
+    Who builds it may set, before rows come: `on_order_ended(decision_id, outcome)`, told of every change once an order was used or is
+    over; `on_unannounced(row)`, told of every open that no request row came before, as a row (it comes back by `requested`, if it does,
+    without counting twice); `arm_of(now_s)`, the node's side of the experiment. All three are called in the agent's loop and must be quick.
+    """
 
     def __init__(self, options: AgentOptions, state: StateStore, clock: Clock, metrics: Metrics) -> None:
         self._options = options
@@ -107,13 +123,19 @@ class Agent:
         self._by_key: dict[WeightsKey, ModelSource] = {}
         self._disk = DiskTier()
         self._book = OrderBook()
+        self._uses = Uses(options.node, clock.speed)
         self._meter = LinkMeter(options.link_bytes_per_s, clock.now_s())
         self._plan_due = True
         self._reported_at_s = -1e18
         self._changed = True
         self._state_away = False
+        self._unsaved = True
+        self._saved_at_s = -1e18
+        self._save_due_s = -1e18
         self._load_started: dict[WeightsKey, float] = {}
         self.on_order_ended: Callable[[str, str], None] = lambda decision_id, outcome: None
+        self.on_unannounced: Callable[[RequestSeen], None] = lambda row: None
+        self.arm_of: Callable[[float], Arm] = lambda now_s: Arm.TREATED
         self._arena: HostArena | None = None
         self._machine = ResidencyMachine(
             options.node,
@@ -129,9 +151,10 @@ class Agent:
     # --- life ---
 
     def start(self) -> None:
-        """Takes the memory, adopts what an earlier agent left, listens for leases.
+        """Takes the memory, goes on from what an earlier agent wrote and adopts what it left, listens for leases.
 
         Raises:
+            UnavailableError: the state store does not answer.
             BudgetError, LockLimitError, UsageError: as the host memory says; nothing is left behind.
             ModelNotFoundError: no folder of models.
         """
@@ -140,12 +163,12 @@ class Agent:
         self._moves = Moves(self._arena, self._disk, self._clock, options.threads, self._post, self._by_key.get)
         if self._arena.lock_warning:
             log().warning("not_locked", reason=self._arena.lock_warning)
-        self._restore()
         catalog = scan_models_folder(options.models_dir)
         adopted = {copy.key for copy in self._arena.adopt(catalog.models)}
         if adopted:
             log().info("adopted", models=sorted(key.model for key in adopted))
-        self._take_catalog(catalog, adopted)
+        self._by_key.update({source.key: source for source in catalog.models.values()})
+        self._go_on(catalog, adopted)
         for name, error in catalog.refused.items():
             log().warning("model_refused", folder=name, reason=str(error))
         path = options.socket or protocol.default_run_folder() / protocol.SOCKET_NAME
@@ -157,15 +180,52 @@ class Agent:
         self._scanner = threading.Thread(target=self._scan, name="catalog")
         self._scanner.start()
 
-    def _restore(self) -> None:
-        switch, pins, totals = self._state.read_many([records.SWITCH, records.PINS, records.node_key(self._options.node, "totals")])
-        if switch is not None and not msgspec.json.decode(switch, type=records.Switch).on:
-            self._post(ev.SwitchedOff())
-        for model in msgspec.json.decode(pins, type=list[str]) if pins else []:
-            self._post(ev.Pinned(ModelName(model)))
-        if totals is not None:
-            self._book.resume(msgspec.json.decode(totals))
+    def _go_on(self, catalog: Catalog, adopted: Iterable[WeightsKey]) -> None:
+        """Takes over what the last agent of this node wrote, then what is there now: memory, weights, the switch, pins."""
+        node = self._options.node
+        keys = [records.SWITCH, records.PINS, records.node_key(node, "ledger"), records.node_key(node, "machine")]
+        switch, pins, ledger, machine = self._state.read_many(keys)
+        on = switch is None or msgspec.json.decode(switch, type=records.Switch).on
+        pinned = {ModelName(model) for model in msgspec.json.decode(pins, type=list[str])} if pins else set()
+        self._restore_ledger(ledger)
+        self._restore_machine(machine)
         self._machine.links.price_per_byte_s = price_per_byte_s(self._options.price_s_per_gb_h)
+        self._machine.plans.switched_off = not on
+        kept = frozenset((key, Tier.HOST) for key in adopted)
+        self._hear(ev.AgentRestarted(kept, frozenset(source.key for source in catalog.models.values())))
+        self._take_catalog(catalog, set(adopted))
+        self._hear(ev.SwitchedOn() if on else ev.SwitchedOff())
+        by_hand = {key.model for key, weights in self._machine.holdings.weights.items() if weights.pinned_by_hand}
+        for model in sorted(by_hand - pinned):
+            self._hear(ev.Unpinned(model))
+        for model in sorted(pinned - by_hand):
+            self._hear(ev.Pinned(model))
+
+    def _restore_ledger(self, raw: bytes | None) -> None:
+        if raw is None:
+            return
+        try:
+            state = decode_state(raw, LedgerState)
+            self._book.restore(state)
+        except InputError as exc:
+            log().error("ledger_unreadable", reason=str(exc), then="starting an empty one")
+            return
+        self._uses.restore(state.uses, self._clock.now_s())
+
+    def _restore_machine(self, raw: bytes | None) -> None:
+        now_s = self._clock.now_s()
+        try:
+            if raw is not None:
+                state = decode_state(raw, MachineState)
+                ahead_s = float(state.machine.get("now_s", now_s)) - now_s
+                if ahead_s > _AHEAD_S * self._clock.speed:
+                    raise InputError(f"it was written {ahead_s:.0f} s from now: set the clock")
+                self._machine.restore(state.machine)
+                self._meter.restore(state.link)
+                return
+        except InputError as exc:
+            log().error("machine_unreadable", reason=str(exc), then="starting an empty one")
+        self._book.lose_all(self._options.node, now_s)
 
     def close(self) -> None:
         """Ends leases, loads and the loop, and gives the memory back."""
@@ -175,6 +235,11 @@ class Agent:
         for thread in (self._scanner, self._loop):
             if thread is not None:
                 thread.join()
+        if self._loop is not None:
+            try:
+                self._save()
+            except UnavailableError as exc:
+                log().error("ledger_not_saved", reason=str(exc), then="what happened since the last write is not counted")
         if self._arena is not None:
             self._moves.close()
             self._arena.close()
@@ -200,6 +265,7 @@ class Agent:
                 due_s = self._clock_real() + _TICK_S
                 self._moves.collect()
                 self._hear(ev.Ticked())
+                self._announce()
             self._look_at_state()
         for wait in list(self._waits.values()):
             wait.done.set()
@@ -213,8 +279,25 @@ class Agent:
         out = self._machine.handle(event, now_s)
         if out:
             self._changed = True
+        if out or not isinstance(event, ev.Ticked):
+            self._unsaved = True
         for told in out:
             self._do(told, event)
+        for order in self._book.take_changed():
+            if order.end_s is not None or order.first_use_s is not None:
+                self.on_order_ended(order.decision_id, order.outcome)
+
+    def _announce(self) -> None:
+        for row in self._uses.overdue(self._clock.now_s(), self._rows_waiting):
+            self._unsaved = True
+            try:
+                self.on_unannounced(row)
+            except PrefetcherError as exc:
+                log().warning("open_not_announced", model=row.model, reason=str(exc), then="it is not learned from")
+
+    def _rows_waiting(self, model: ModelName) -> int:
+        weights = self._machine.holdings.resolve(model)
+        return 0 if weights is None else len(weights.rows)
 
     def _do(self, told: ev.Instruction, event: ev.Event) -> None:
         match told:
@@ -266,16 +349,16 @@ class Agent:
 
     def _record(self, told: ev.Record, event: ev.Event) -> None:
         fact = told.fact
-        settled = self._book.add(fact)
-        if settled:
-            self._metrics.outcomes.labels(outcome=settled).inc()
+        for settled in self._book.add(fact, self.arm_of(self._clock.now_s())):
+            if settled.order.cause is not Cause.MANUAL:
+                self._metrics.outcomes.labels(outcome=settled.outcome.value).inc()
         if isinstance(fact, RowSeen) and isinstance(event, ev.LeaseRequested):
             self._metrics.opens.labels(found=fact.found.value).inc()
             with self._guard:
                 wait = self._waits.get(event.token)
             if wait is not None:
                 wait.found = fact.found.value
-        elif isinstance(fact, RowServed):
+        elif isinstance(fact, RowServed) and fact.is_row:
             self._metrics.waits.observe(max(0.0, fact.wait_s))
         elif isinstance(fact, TransferEnded):
             self._metrics.moved.labels(cause=fact.cause.value).inc(fact.bytes)
@@ -306,6 +389,8 @@ class Agent:
         try:
             self._read_plan()
             self._report(now_s)
+            if now_s >= self._save_due_s and (self._unsaved or self._book.untold or now_s - self._saved_at_s >= _SAVE_IDLE_S):
+                self._save()
             self._state_away = False
         except UnavailableError as exc:
             self._reported_at_s = now_s
@@ -336,18 +421,37 @@ class Agent:
         )
         items = {records.node_key(node, "report"): records.encode(report)}
         self._state.write(items, expire_s=records.REPORT_EXPIRES_S)
-        self._state.write({records.node_key(node, "totals"): records.encode(self._book.totals)})
-        changed = self._book.take_changed()
-        self._state.append(records.node_key(node, "orders"), [records.encode(order) for order in changed], records.ORDERS_KEPT)
-        for order in changed:
-            if order.end_s is not None or order.first_use_s is not None:
-                self.on_order_ended(order.decision_id, order.outcome)
+        totals = self._totals()
+        if not self._unsaved:
+            self._state.write({records.node_key(node, "totals"): records.encode(totals)})
         usage = self._arena.usage()
         for use in ("budget", "loading", "published", "lingering", "locked", "allocated"):
             self._metrics.host.labels(use=use).set(getattr(usage, f"{use}_bytes"))
-        self._metrics.idle.set(self._book.totals["idle_byte_seconds"])
-        self._metrics.wasted.set(self._book.totals["wasted_byte_seconds"])
+        self._metrics.idle.set(totals["idle_byte_seconds"])
+        self._metrics.wasted.set(totals["wasted_byte_seconds"])
         self._metrics.locked.set(1.0 if report.memory.locked else 0.0)
+
+    def _totals(self) -> dict[str, Any]:
+        now_s = self._clock.now_s()
+        return self._book.totals(self._machine.held(now_s), self.arm_of(now_s))
+
+    def _save(self) -> None:
+        """Writes ledger, machine and totals at once: what was shown is never taken back by a crash, and orders are told on after that."""
+        node, started_s = self._options.node, self._clock_real()
+        self._book.forget(self._clock.now_s())
+        untold = list(self._book.untold.values())
+        self._state.write(
+            {
+                records.node_key(node, "ledger"): records.encode(self._book.snapshot(self._uses.snapshot())),
+                records.node_key(node, "machine"): records.encode(MachineState(self._machine.snapshot(), self._meter.snapshot())),
+                records.node_key(node, "totals"): records.encode(self._totals()),
+            }
+        )
+        self._unsaved = False
+        self._state.append(records.node_key(node, "orders"), [records.encode(order) for order in untold], records.ORDERS_KEPT)
+        self._book.told(untold)
+        self._saved_at_s = self._clock_real()
+        self._save_due_s = self._saved_at_s + max(_SAVE_S, _SAVE_SHARE * (self._saved_at_s - started_s))
 
     # --- the models folder ---
 
@@ -368,12 +472,13 @@ class Agent:
             if before is not None and before.key == source.key and not adopted and self._on_disk(source):
                 continue
             self._by_key[source.key] = source
+            serving = self._machine.holdings.serving.get(model)
             size = source.manifest.bytes
             tiers = {Tier.DISK, Tier.HOST} if source.key in adopted else {Tier.DISK}
             link_s = {Tier.HOST: size / self._options.link_bytes_per_s}
             self._hear(ev.CatalogSeen(source.key, size, link_s, frozenset(tiers)))
-            if before is not None and before.key != source.key:
-                self._hear(ev.VersionPublished(before.key, source.key))
+            if serving is not None and serving != source.key:
+                self._hear(ev.VersionPublished(serving, source.key))
         self._changed = True
 
     def _on_disk(self, source: ModelSource) -> bool:
@@ -383,11 +488,19 @@ class Agent:
 
     # --- requests and acts by hand ---
 
-    def requested(self, rows: Sequence[RequestSeen]) -> None:
-        """Fresh request rows: those of this node, or of no named one, are demand here."""
+    def requested(self, rows: Sequence[RequestSeen], index: Mapping[str, float] | None = None) -> None:
+        """Fresh request rows: those of this node, or of no named one, are demand here.
+
+        `index` is by model what a held byte of its weights saves, in seconds of waiting a second, with these rows counted in.
+        """
+        mine = [row for row in rows if row.node is None or row.node == self._options.node]
+        if mine:
+            self._post(lambda: self._take_rows(mine, index or {}))
+
+    def _take_rows(self, rows: Sequence[RequestSeen], index: Mapping[str, float]) -> None:
         for row in rows:
-            if row.node is None or row.node == self._options.node:
-                self._post(ev.Requested(row.model, row.ts))
+            new = self._uses.row(row, self._clock.now_s())
+            self._hear(ev.Requested(row.model, row.ts, index.get(row.model), counted=not new))
 
     def act(self, act: str, model: str) -> Acted:
         target = ModelName(model)
@@ -418,7 +531,7 @@ class Agent:
             return str(exc)
         return ""
 
-    def _ask(self, token: str, event: ev.Event, timeout_s: float, gone: threading.Event | None = None) -> _Wait:
+    def _ask(self, token: str, event: ev.Event | Callable[[], None], timeout_s: float, gone: threading.Event | None = None) -> _Wait:
         wait = _Wait()
         with self._guard:
             self._waits[token] = wait
@@ -438,8 +551,7 @@ class Agent:
         started_s = self._clock.steady_s()
         name = ModelName(model)
         target = WeightsKey(name, ModelVersion(version)) if version else name
-        event = ev.LeaseRequested(holder.name, target, holder.name)
-        wait = self._ask(holder.name, event, timeout_s, gone)
+        wait = self._ask(holder.name, lambda: self._lease_asked(holder.name, name, target), timeout_s, gone)
         if wait.refusal is not None:
             raise self._refused(model, version, wait.refusal)
         if wait.grant is None:
@@ -455,6 +567,10 @@ class Agent:
         files = [GrantedFile(fd, entry.path, entry.bytes) for fd, entry in zip(fds, entries, strict=True)]
         waited_s = self._clock.steady_s() - started_s
         return Grant(wait.grant.key, where, files, wait.found, waited_s)
+
+    def _lease_asked(self, holder: str, model: ModelName, target: ev.Target) -> None:
+        announced = model not in self._machine.holdings.serving or self._uses.open(model, self._clock.now_s())
+        self._hear(ev.LeaseRequested(holder, target, holder, announced))
 
     def _descriptors(self, grant: ev.GrantLease, source: ModelSource) -> tuple[list[int], Literal["host", "disk"]]:
         assert self._arena is not None

@@ -1,163 +1,172 @@
-"""What became of this node's prefetches and requests, from the facts of its residency machine: order records and running totals.
+"""The node's ledger as others see it: order records, totals, and a state that survives the agent.
 
-Times are seconds since 1970 UTC, sizes bytes. Covers one node, from its start or from totals that were kept; flags that need a shadow are
-not known here.
+A thin shell around `core.ledger`, which does the arithmetic. Times are seconds since 1970 UTC, sizes bytes. The ledger is written together
+with the residency machine that made its facts; orders are told on only after that, and again after a crash in between.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
+from prefetcher.agent.uses import UsesState
 from prefetcher.controller.records import OrderRecord
-from prefetcher.core import facts
-from prefetcher.core.facts import Ending
-from prefetcher.core.types import Cause, Outcome
+from prefetcher.core.facts import Fact, Found, NodeLost, ResidencyEnded
+from prefetcher.core.ledger import Ledger, OrderEntry, Totals, sum_totals
+from prefetcher.core.types import Arm, Cause, DecisionId, NodeName
+from prefetcher.errors import InputError
 
-__all__ = ["OrderBook"]
-
-_OUTCOME = {
-    Ending.GIVEN_UP: Outcome.USELESS,
-    Ending.DISPLACED: Outcome.DISPLACED,
-    Ending.REPLACED: Outcome.SUPERSEDED,
-    Ending.CANCELLED: Outcome.CANCELLED,
-    Ending.FAILED: Outcome.FAILED,
-    Ending.LOST: Outcome.LOST,
-}
-_COUNTS = ("rows", "ready", "cold_starts", "bypassed", "opens", "orders")
-_SUMS = (
-    "cold_seconds",
-    "saved_seconds",
-    "idle_byte_seconds",
-    "wasted_byte_seconds",
-    "held_byte_seconds",
-    "early_byte_seconds",
-    "moved_bytes",
-    "wasted_moved_bytes",
-)
+__all__ = ["LedgerState", "MachineState", "OrderBook", "decode_state", "totals_of"]
 
 
-def _empty() -> dict[str, Any]:
-    return {**dict.fromkeys(_COUNTS, 0), **dict.fromkeys(_SUMS, 0.0), "outcomes": {}}
+class LedgerState(msgspec.Struct):
+    """What is written under a node's `ledger` key. `untold` are order records that the list of orders may lack."""
+
+    ledger: dict[str, Any]
+    untold: list[OrderRecord] = []
+    uses: UsesState = msgspec.field(default_factory=UsesState)
 
 
-@dataclass(slots=True)
+class MachineState(msgspec.Struct):
+    """What is written under a node's `machine` key: its residency machine and what was measured of its link."""
+
+    machine: dict[str, Any]
+    link: dict[str, Any] = {}
+
+
+_State = TypeVar("_State", LedgerState, MachineState)
+
+
+def decode_state(raw: bytes, kind: type[_State]) -> _State:
+    """Raises InputError when `raw` is something else."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.MsgspecError as exc:
+        raise InputError(f"not the state of a node: {exc}") from exc
+
+
 class OrderBook:
-    """Adds facts up. `changed` holds the records that changed since they were last taken (`take_changed`)."""
+    """Takes facts in, and hands changed orders out: by `take_changed` at once, by `untold` until they were `told`."""
 
-    totals: dict[str, Any] = field(default_factory=_empty)
-    _open: dict[str, OrderRecord] = field(default_factory=dict)
-    _changed: dict[str, OrderRecord] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.untold: dict[DecisionId, OrderRecord] = {}
 
-    def resume(self, totals: dict[str, Any]) -> None:
-        """Goes on from totals that were kept."""
-        self.totals = _empty() | totals
+    def add(self, fact: Fact, arm: Arm) -> list[OrderEntry]:
+        """Takes a fact in; the orders whose outcome it settled. `arm` is the node's side of the experiment now."""
+        return self.ledger.record(fact, arm=arm)
 
     def take_changed(self) -> list[OrderRecord]:
-        """Records that are new or changed since the last call, oldest first."""
-        changed, self._changed = list(self._changed.values()), {}
+        """Orders that are new or changed since the last call, as they stand."""
+        changed = [_record(entry) for entry in self.ledger.take_changed()]
+        for record in changed:
+            decision_id = DecisionId(record.decision_id)
+            self.untold.pop(decision_id, None)
+            self.untold[decision_id] = record
         return changed
 
-    def add(self, fact: facts.Fact) -> str:
-        """Takes a fact in; the outcome that it settled, or ''."""
-        totals = self.totals
-        match fact:
-            case facts.OrderIssued(order, size):
-                totals["orders"] += 1
-                self._put(
-                    OrderRecord(
-                        decision_id=order.decision_id,
-                        node=order.node,
-                        model=order.key.model,
-                        version=order.key.version,
-                        tier=order.tier.name.lower(),
-                        cause=order.cause.value,
-                        arm=order.arm.value,
-                        issued_s=order.issued_s,
-                        bytes=size,
-                        contributions=order.contributions,
-                    )
-                )
-            case facts.OrderBegan(decision_id, at_s):
-                self._change(decision_id, begin_s=at_s)
-            case facts.OrderReady(decision_id, at_s):
-                self._change(decision_id, ready_s=at_s)
-            case facts.OrderUsed(decision_id, at_s):
-                return self._used(decision_id, at_s)
-            case facts.OrderEnded(decision_id, at_s, ending, reason):
-                return self._ended(decision_id, at_s, ending, reason)
-            case facts.RowSeen(lease=lease):
-                totals["opens" if lease else "rows"] += 1
-            case facts.RowServed(found=found, wait_s=wait_s, bypass=bypass, lease=lease):
-                if lease:
-                    return ""
-                totals["ready"] += found is facts.Found.READY
-                totals["cold_starts"] += found is facts.Found.ABSENT
-                totals["bypassed"] += bypass
-                totals["cold_seconds"] += wait_s
-            case facts.TransferEnded():
-                totals["moved_bytes"] += fact.bytes
-            case facts.ResidencyEnded():
-                self._residency(fact)
-            case _:
-                pass
-        return ""
+    def told(self, records: Iterable[OrderRecord]) -> None:
+        """These are in the list of orders now."""
+        for record in records:
+            if self.untold.get(DecisionId(record.decision_id)) == record:
+                del self.untold[DecisionId(record.decision_id)]
 
-    def _residency(self, fact: facts.ResidencyEnded) -> None:
-        totals = self.totals
-        used = fact.last_use_s is not None
-        idle = fact.bytes * (fact.end_s - (fact.last_use_s if fact.last_use_s is not None else fact.start_s))
-        totals["held_byte_seconds"] += fact.bytes * (fact.end_s - fact.start_s)
-        totals["idle_byte_seconds"] += idle
-        if not used and fact.cause is not Cause.DEMAND:
-            totals["wasted_byte_seconds"] += idle
-            totals["wasted_moved_bytes"] += fact.bytes
+    def forget(self, now_s: float) -> None:
+        """Drops records that nothing changes any more, and hours that are no longer kept."""
+        self.ledger.take_closed(now_s)
+        self.ledger.take_old_totals(now_s)
 
-    def _put(self, record: OrderRecord) -> None:
-        self._open[record.decision_id] = record
-        self._changed.pop(record.decision_id, None)
-        self._changed[record.decision_id] = record
+    def totals(self, held: Sequence[ResidencyEnded], arm: Arm) -> dict[str, Any]:
+        """All sums; memory that is still `held` counts as if it were given back now."""
+        return totals_of(self.ledger.lifetime(held, arm=arm))
 
-    def _change(self, decision_id: str, **changes: Any) -> OrderRecord | None:
-        record = self._open.get(decision_id)
-        if record is None:
-            return None
-        record = msgspec.structs.replace(record, **changes)
-        self._put(record)
-        return record
+    def snapshot(self, uses: UsesState) -> LedgerState:
+        return LedgerState(self.ledger.snapshot(), list(self.untold.values()), uses)
 
-    def _settle(self, outcome: Outcome) -> str:
-        counts = self.totals["outcomes"]
-        counts[outcome.value] = counts.get(outcome.value, 0) + 1
-        return outcome.value
+    def restore(self, state: LedgerState) -> None:
+        """Goes on from a snapshot. Raises InputError."""
+        self.ledger.restore(state.ledger)
+        self.untold = {DecisionId(record.decision_id): record for record in state.untold}
 
-    def _used(self, decision_id: str, at_s: float) -> str:
-        record = self._open.get(decision_id)
-        if record is None or record.first_use_s is not None:
-            return ""
-        if record.ready_s is not None:
-            early_s = at_s - record.ready_s
-            self.totals["early_byte_seconds"] += record.bytes * early_s
-            self.totals["saved_seconds"] += record.ready_s - (record.begin_s or record.ready_s)
-            self._change(decision_id, first_use_s=at_s, outcome=Outcome.TIMELY.value)
-            return self._settle(Outcome.TIMELY)
-        if record.begin_s is not None:
-            self.totals["saved_seconds"] += max(0.0, at_s - record.begin_s)
-            self._change(decision_id, first_use_s=at_s, outcome=Outcome.LATE.value)
-            return self._settle(Outcome.LATE)
-        self._change(decision_id, first_use_s=at_s)
-        return ""
+    def lose_all(self, node: NodeName, at_s: float) -> None:
+        """The machine behind these orders is gone."""
+        self.ledger.record(NodeLost(node, at_s))
 
-    def _ended(self, decision_id: str, at_s: float, ending: Ending, reason: str) -> str:
-        record = self._change(decision_id, end_s=at_s, reason=reason)
-        if record is None:
-            return ""
-        settled = ""
-        if record.outcome == Outcome.OPEN.value:
-            outcome = _OUTCOME[ending]
-            self._change(decision_id, outcome=outcome.value)
-            settled = self._settle(outcome)
-        del self._open[decision_id]
-        return settled
+
+def _record(entry: OrderEntry) -> OrderRecord:
+    order = entry.order
+    return OrderRecord(
+        decision_id=order.decision_id,
+        node=order.node,
+        model=order.key.model,
+        version=order.key.version,
+        tier=order.tier.name.lower(),
+        cause=order.cause.value,
+        arm=order.arm.value,
+        issued_s=order.issued_s,
+        begin_s=entry.begin_s,
+        ready_s=entry.ready_s,
+        first_use_s=entry.first_use_s,
+        end_s=entry.end_s,
+        outcome=entry.outcome.value,
+        reason=entry.reason,
+        bytes=entry.bytes,
+        premature=None if entry.end_s is None else entry.premature,
+        redundant=entry.redundant,
+        contributions=order.contributions,
+    )
+
+
+def totals_of(sums: dict[tuple[Cause, Arm], Totals]) -> dict[str, Any]:
+    """The totals as they are shown: of the node, and below that by cause and by side of the experiment.
+
+    What is said of orders, outcomes and waste leaves out what people loaded by hand; it is under `by_cause`.
+    """
+    everything = sum_totals(sums.values())
+    guessed = sum_totals(totals for (cause, _), totals in sums.items() if cause is not Cause.MANUAL)
+    by_cause, by_arm = {}, {}
+    for cause in sorted({cause for cause, _ in sums}):
+        part = sum_totals(totals for (of, _), totals in sums.items() if of is cause)
+        by_cause[cause.value] = _of_memory(part) | ({} if cause is Cause.DEMAND else _of_orders(part))
+    for arm in sorted({arm for _, arm in sums}):
+        part = sum_totals(totals for (_, of), totals in sums.items() if of is arm)
+        by_arm[arm.value] = _of_rows(part) | _of_memory(part)
+    return _of_rows(everything) | _of_orders(guessed) | _of_memory(everything) | {"by_cause": by_cause, "by_arm": by_arm}
+
+
+def _of_rows(totals: Totals) -> dict[str, Any]:
+    return {
+        "rows": totals.rows,
+        "ready": totals.found.get(Found.READY, 0),
+        "joined": totals.found.get(Found.MOVING, 0) + totals.found.get(Found.QUEUED, 0),
+        "cold_starts": totals.cold_starts,
+        "bypassed": totals.bypassed,
+        "dropped": totals.dropped,
+        "cold_seconds": totals.wait_s,
+        "opens": totals.leases,
+    }
+
+
+def _of_orders(totals: Totals) -> dict[str, Any]:
+    return {
+        "orders": totals.orders,
+        "outcomes": {outcome.value: count for outcome, count in sorted(totals.outcomes.items())},
+        "accuracy": totals.accuracy,
+        "timeliness": totals.timeliness,
+        "premature": totals.premature,
+        "redundant": totals.redundant,
+        "saved_seconds": totals.saved_s,
+        "early_byte_seconds": totals.early_byte_s,
+        "wasted_moved_bytes": totals.wasted_moved_bytes,
+    }
+
+
+def _of_memory(totals: Totals) -> dict[str, Any]:
+    return {
+        "held_byte_seconds": totals.held_byte_s,
+        "idle_byte_seconds": totals.idle_byte_s,
+        "wasted_byte_seconds": totals.wasted_byte_s,
+        "moved_bytes": totals.moved_bytes,
+    }

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from prefetcher.agent.hostmem import HostArena
 from prefetcher.agent.moves import Moves
@@ -11,7 +14,8 @@ from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, Nod
 from prefetcher.core.copies import Holdings, Stage, Weights
 from prefetcher.core.facts import TransferEnded
 from prefetcher.core.residency import ResidencyMachine
-from prefetcher.core.types import Tier
+from prefetcher.core.types import ModelName, Tier
+from prefetcher.errors import InputError
 
 __all__ = ["LinkMeter", "make_report"]
 
@@ -22,23 +26,44 @@ _LOAD_WEIGHT = 0.02
 _SPEED_BYTES = 4 << 20
 
 
+class _Measured(msgspec.Struct):
+    bytes_per_s: float
+    recent_wait_s: float
+    waiting_rows: float
+    busy_s: float
+    at_s: float
+    measured: int
+    others: dict[ModelName, float]
+    loads: dict[ModelName, float]
+
+
 class LinkMeter:
-    """Moving figures of the disk-to-host link. Times in the clock's seconds."""
+    """Moving figures of the disk-to-host link, as the node without bytes has them (`core.node_steps`). Times in the clock's seconds.
+
+    `recent_wait_s` and `waiting_rows` are means over demand loads: how long a load had waited for its turn, and how many rows waited then,
+    its own among them. By model, `others` counts the rows that waited for other weights at the turns of its `loads`.
+    """
 
     def __init__(self, bytes_per_s: float, now_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self.recent_wait_s = 0.0
         self.waiting_rows = 0.0
+        self.others: dict[ModelName, float] = {}
+        self.loads: dict[ModelName, float] = {}
         self._busy_s = 0.0
         self._at_s = now_s
         self._measured = 0
 
     def starting(self, weights: Weights, holdings: Holdings, now_s: float) -> None:
-        """A load gets the link: how long demand had waited for it, and how many wait behind it."""
-        waited_s = now_s - weights.demanded_since_s if weights.demanded else 0.0
-        others = sum(w.waiting for w in holdings.weights.values() if w.key != weights.key)
-        self.recent_wait_s += _LOAD_WEIGHT * (waited_s - self.recent_wait_s)
-        self.waiting_rows += _LOAD_WEIGHT * (others - self.waiting_rows)
+        """A load gets the link. Prefetches say nothing about waiting."""
+        if not weights.demanded:
+            return
+        waiting = sum(w.waiting for w in holdings.weights.values() if w.demanded)
+        model = weights.key.model
+        self.recent_wait_s += _LOAD_WEIGHT * (now_s - weights.demanded_since_s - self.recent_wait_s)
+        self.waiting_rows += _LOAD_WEIGHT * (waiting - self.waiting_rows)
+        self.others[model] = self.others.get(model, 0.0) + waiting - weights.waiting
+        self.loads[model] = self.loads.get(model, 0.0) + 1.0
 
     def moved(self, fact: TransferEnded) -> None:
         took_s = fact.end_s - fact.start_s
@@ -54,6 +79,32 @@ class LinkMeter:
 
     def busy_ratio(self, now_s: float) -> float:
         return min(1.0, self._busy(now_s))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that was measured; JSON types only."""
+        built: dict[str, Any] = msgspec.to_builtins(
+            _Measured(
+                self.bytes_per_s,
+                self.recent_wait_s,
+                self.waiting_rows,
+                self._busy_s,
+                self._at_s,
+                self._measured,
+                self.others,
+                self.loads,
+            )
+        )
+        return built
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Goes on from a snapshot. Raises InputError."""
+        try:
+            found = msgspec.convert(snapshot, _Measured)
+        except msgspec.ValidationError as exc:
+            raise InputError(f"not what was measured of a link: {exc}") from exc
+        self.bytes_per_s, self.recent_wait_s, self.waiting_rows = found.bytes_per_s, found.recent_wait_s, found.waiting_rows
+        self._busy_s, self._at_s, self._measured = found.busy_s, found.at_s, found.measured
+        self.others, self.loads = found.others, found.loads
 
 
 def make_report(
@@ -87,7 +138,14 @@ def make_report(
             )
     serving = set(holdings.serving.values())
     known = tuple(
-        KnownWeights(key.model, key.version, weights.bytes, weights.bytes / meter.bytes_per_s)
+        KnownWeights(
+            key.model,
+            key.version,
+            weights.bytes,
+            weights.bytes / meter.bytes_per_s,
+            meter.others.get(key.model, 0.0),
+            meter.loads.get(key.model, 0.0),
+        )
         for key, weights in sorted(holdings.weights.items())
         if key in serving and weights.ready(Tier.DISK)
     )

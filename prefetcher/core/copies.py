@@ -36,6 +36,8 @@ class NodeLimits:
     #: An instruction without an answer for this long is repeated, the next time after twice as long, at most
     #: `backoff_cap_s`.
     answer_s: float = 30.0
+    #: The link is kept for a load whose victims have just been told to leave: that takes milliseconds, unless an engine still maps them.
+    give_back_s: float = 1.0
     #: A row or lease that waits for weights that don't move is served from the tier below, or refused, after this long.
     demand_deadline_s: float = 300.0
     #: Back-off after failed loads: doubles from the first to the cap; jitter takes it to between half and all of it.
@@ -52,6 +54,7 @@ class NodeLimits:
             self,
             stall_s=self.stall_s * speed,
             answer_s=self.answer_s * speed,
+            give_back_s=self.give_back_s * speed,
             demand_deadline_s=self.demand_deadline_s * speed,
             backoff_s=self.backoff_s * speed,
             backoff_cap_s=self.backoff_cap_s * speed,
@@ -114,12 +117,13 @@ class Row:
 
 @dataclass(slots=True)
 class Waiter:
-    """A request for a lease that waits for weights."""
+    """A request for a lease that waits for weights; `announced` by a request row, or a row itself."""
 
     holder: str
     token: str
     found: Found
     seen_s: float
+    announced: bool = True
 
 
 @dataclass(slots=True)
@@ -218,6 +222,19 @@ class Holdings:
         del self.in_tier[tier][weights.key]
         self.used_bytes[tier] -= weights.bytes
         return copy
+
+    def forget(self, key: WeightsKey) -> None:
+        """Weights of which there is no copy left are known no more; if they served, another version of the model does, if there is one."""
+        del self.weights[key]
+        for other in self.weights.values():
+            if other.predecessor == key:
+                other.predecessor, other.carry_to = None, None
+        if self.serving.get(key.model) == key:
+            del self.serving[key.model]
+            heirs = [w for w in self.weights.values() if w.key.model == key.model and w.copies]
+            for heir in sorted(heirs, key=lambda w: (w.retired, w.key))[:1]:
+                heir.retired = False
+                self.serving[key.model] = heir.key
 
     def budget(self, tier: Tier, *, prefetch: bool = False) -> int | None:
         """Bytes that may be taken in the tier in all, or None: unbounded."""

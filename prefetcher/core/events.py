@@ -112,22 +112,27 @@ class PlanReceived:
 class Requested:
     """A request row was seen: demand. `ts` is the row's own time; waits count from it.
 
-    `index`, where the sender has it, is the weights' index with this row counted in: scores are refreshed before they
-    are compared.
+    `index`, where the sender has it, is the weights' index with this row counted in: scores are refreshed before they are compared.
+    `counted`: an unannounced lease was this use already; only the index is news.
     """
 
     target: Target
     ts: float
     index: float | None = None
+    counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequested:
-    """`holder` wants to map the weights: answered, once, by `GrantLease` or `RefuseLease` with the same `token`."""
+    """`holder` wants to map the weights: answered, once, by `GrantLease` or `RefuseLease` with the same `token`.
+
+    `announced`: a request row came before it and is the same use; without one the lease counts as a row as well.
+    """
 
     holder: str
     target: Target
     token: str = ""
+    announced: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +246,15 @@ class SwitchedOn:
 
 @dataclass(frozen=True, slots=True)
 class AgentRestarted:
-    """The agent's process is new: transfers, leases and waiters of the old one are gone; of HOST and DEVICE only `kept` was found."""
+    """The agent's process is new: transfers, leases and waiters of the old one are gone; of HOST and DEVICE only `kept` was found.
+
+    The old one is taken to have ended when it was last heard of (the time of the machine's last event). `catalog` are all weights that
+    still exist below; others are forgotten (None: all of them still do). What was found without being known as ready is adopted; where
+    the weights themselves are not known yet, `CatalogSeen` tells of them.
+    """
 
     kept: frozenset[tuple[WeightsKey, Tier]] = frozenset()
+    catalog: frozenset[WeightsKey] | None = None
 
 
 @dataclass(frozen=True, slots=True)

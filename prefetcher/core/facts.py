@@ -1,7 +1,6 @@
 """The facts that a ledger is made of: what happened to orders, rows, transfers and memory.
 
-`core.residency` states them (in `Record` instructions), `core.ledger` adds them up; nothing else is needed to
-recompute a ledger. Times
+`core.residency` states them (in `Record` instructions), `core.ledger` adds them up; nothing else is needed to recompute a ledger. Times
 are seconds since 1970-01-01 UTC (`_s`), sizes bytes (`_bytes`).
 """
 
@@ -96,21 +95,29 @@ class OrderRedundant:
 
 @dataclass(frozen=True, slots=True)
 class RowSeen:
-    """A row (or, with `lease`, a request for a lease) arrived."""
+    """A row (or, with `lease`, a request for a lease) arrived.
+
+    A program that sends its row and then asks for a lease is one use, and its lease `announced`; a lease that no row came before is a row
+    as well.
+    """
 
     model: ModelName
     ts: float
     found: Found
     lease: bool = False
+    announced: bool = True
+
+    @property
+    def is_row(self) -> bool:
+        return not (self.lease and self.announced)
 
 
 @dataclass(frozen=True, slots=True)
 class RowServed:
-    """The weights were there for it after `wait_s`.
+    """The weights were there for it after `wait_s`, from its own time on.
 
-    `bypass`: from the tier below; the wait then ends with the time of that link, as known. `dropped`: it was given up
-    (no weights within
-    the deadline, the holder died); its wait is what it had waited.
+    `bypass`: from the tier below; the wait then ends with the time of that link, as known. `dropped`: it was given up (no weights within
+    the deadline, the holder died); its wait is what it had waited. `lease` and `announced` as in `RowSeen`.
     """
 
     model: ModelName
@@ -120,6 +127,11 @@ class RowServed:
     bypass: bool = False
     dropped: bool = False
     lease: bool = False
+    announced: bool = True
+
+    @property
+    def is_row(self) -> bool:
+        return not (self.lease and self.announced)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class Links:
 
     def drop_waiter(self, weights: Weights, waiter: Waiter) -> None:
         wait_s = self.now_s - waiter.seen_s
-        fact = RowServed(weights.key.model, waiter.seen_s, waiter.found, wait_s, dropped=True, lease=True)
+        fact = RowServed(weights.key.model, waiter.seen_s, waiter.found, wait_s, dropped=True, lease=True, announced=waiter.announced)
         self.transfers.out.append(Record(fact))
 
     # --- whose turn ---
@@ -166,11 +166,19 @@ class Links:
                     self.transfers.cancel(paused, tier, Ending.CANCELLED, "room", self.now_s)
                 for victim in found.victims:
                     self.transfers.evict(victim, tier, Evicted.ROOM, self.now_s, weights.key)
+                if self._memory_is_at_hand(tier):
+                    return
                 if found.reason != "behind_another" and tier not in weights.copies:
                     claimed_bytes += weights.bytes
                 demand_waits = demand_waits or rank is Rank.DEMAND
                 continue
             self._turned_away(weights, tier, rank, found.verdict, found.reason)
+
+    def _memory_is_at_hand(self, tier: Tier) -> bool:
+        """Whether what leaves was told so just now: then the link waits these milliseconds, or a load of minutes would go first."""
+        soon_s = self.limits.answer_s - self.limits.give_back_s
+        leaving = [c for c in self.holdings.in_tier[tier].values() if c.stage in (Stage.CANCELLING, Stage.EVICTING)]
+        return bool(leaving) and all(copy.nudges == 0 and copy.deadline_s - self.now_s > soon_s for copy in leaving)
 
     def _in_order(self, queue: dict[Rank, list[Weights]], tier: Tier) -> Iterator[tuple[Rank, Weights]]:
         demand = sorted(queue.get(Rank.DEMAND, []), key=lambda w: (w.demanded_since_s, w.key))

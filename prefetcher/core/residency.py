@@ -37,12 +37,13 @@ not | cancelled | failed.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from prefetcher.core import events as ev
 from prefetcher.core.copies import IN_FLIGHT, Copy, Holdings, NodeLimits, Row, Stage, Waiter, Weights
 from prefetcher.core.events import Event, Evicted, Instruction, Record
-from prefetcher.core.facts import Ending, RowSeen
+from prefetcher.core.facts import Ending, ResidencyEnded, RowSeen
 from prefetcher.core.links import Links
 from prefetcher.core.node_snapshot import restore_node, snapshot_node
 from prefetcher.core.plans import Plans
@@ -67,6 +68,9 @@ class ResidencyMachine:
 
     def handle(self, event: Event, now_s: float) -> list[Instruction]:
         """What follows from `event` at `now_s`."""
+        if isinstance(event, ev.AgentRestarted):
+            # Nobody knows what the old process still did: its end is the last time that it was heard of.
+            self._restarted(event)
         self.links.now_s = max(self.links.now_s, now_s)
         self._dispatch(event)
         if not isinstance(event, ev.BytesVerified):
@@ -114,7 +118,7 @@ class ResidencyMachine:
             case ev.SwitchedOn():
                 self.plans.switched_off = False
             case ev.AgentRestarted():
-                self._restarted(event)
+                self._adopt(event.kept)
             case ev.Ticked():
                 self._ticked()
 
@@ -196,6 +200,8 @@ class ResidencyMachine:
             return
         if event.index is not None:
             weights.index = event.index
+        if event.counted:
+            return
         found = self.transfers.found(weights)
         self._say(Record(RowSeen(weights.key.model, event.ts, found)))
         weights.rows.append(Row(event.ts, found, self._now_s))
@@ -207,8 +213,8 @@ class ResidencyMachine:
             self._say(ev.RefuseLease(event.holder, event.target, "unknown_model", None, event.token))
             return
         found = self.transfers.found(weights)
-        self._say(Record(RowSeen(weights.key.model, self._now_s, found, lease=True)))
-        weights.waiters.append(Waiter(event.holder, event.token, found, self._now_s))
+        self._say(Record(RowSeen(weights.key.model, self._now_s, found, lease=True, announced=event.announced)))
+        weights.waiters.append(Waiter(event.holder, event.token, found, self._now_s, event.announced))
         self.links.demand(weights, found)
 
     def _lease_released(self, event: ev.LeaseReleased) -> None:
@@ -443,21 +449,52 @@ class ResidencyMachine:
         for weights in self.holdings.weights.values():
             if weights.demanded:
                 self.links.give_up(weights, "restarted", 0.0)
+            exists = event.catalog is None or weights.key in event.catalog
+            for copy in weights.copies.values():
+                if copy.leases:
+                    weights.last_use_s = copy.last_use_s = self._now_s
+                    copy.leases.clear()
+                if copy.stage in (Stage.MOVING, Stage.PAUSING):
+                    self.transfers.end_segment(weights, copy, copy.bytes_done, self._now_s)
             for goal in [g for g, pending in weights.pending.items() if pending.begun]:
                 self.transfers.end_pending(weights, goal, Ending.LOST, "restarted", self._now_s)
             for tier, copy in list(weights.copies.items()):
-                copy.leases.clear()
-                if tier <= Tier.DISK and copy.stage is Stage.READY:
-                    continue
-                if copy.stage is Stage.READY and (weights.key, tier) in event.kept:
+                if copy.stage is Stage.READY and ((exists and tier <= Tier.DISK) or (weights.key, tier) in event.kept):
                     continue
                 if copy.stage is Stage.READY:
                     self.transfers.end_ready(copy, Evicted.GONE, self._now_s, lost=True)
                 self.transfers.gone(weights, tier, self._now_s)
         self.holdings.mover.clear()
-        for key, tier in sorted(event.kept):
-            if self._copy(key, tier)[1] is None:
-                self._say(ev.EvictWeights(key, tier, Evicted.NO_ROOM))
+        for key in [k for k, w in self.holdings.weights.items() if event.catalog is not None and k not in event.catalog and not w.copies]:
+            self._forget(key)
+
+    def _adopt(self, kept: frozenset[tuple[WeightsKey, Tier]]) -> None:
+        for key, tier in sorted(kept):
+            weights = self.holdings.weights.get(key)
+            if weights is not None and tier not in weights.copies:
+                self._found_complete(weights, tier)
+
+    def _forget(self, key: WeightsKey) -> None:
+        weights = self.holdings.weights[key]
+        for goal in list(weights.pending):
+            self.transfers.end_pending(weights, goal, Ending.REPLACED, "no_copy", self._now_s)
+        self.holdings.forget(key)
+        self.links.active.pop(key, None)
+        self.plans.planned = [planned for planned in self.plans.planned if planned != key]
+
+    # --- memory, for the ledger ---
+
+    def held(self, now_s: float) -> list[ResidencyEnded]:
+        """What would be recorded if all memory were given back at `now_s`; what is leased or waited for is in use until then."""
+        now_s = max(self._now_s, now_s)
+        found = []
+        for tier in (Tier.HOST, Tier.DEVICE):
+            for key, copy in self.holdings.in_tier[tier].items():
+                weights = self.holdings.weights[key]
+                fact = self.transfers.residency(weights, copy, now_s)
+                awaited = weights.demanded and copy.stage in IN_FLIGHT
+                found.append(replace(fact, last_use_s=now_s) if copy.leases or awaited else fact)
+        return found
 
     # --- the whole state ---
 

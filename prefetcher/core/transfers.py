@@ -69,9 +69,9 @@ class Transfers:
                 self.out.append(Record(OrderUsed(pending.order.decision_id, now_s)))
 
     def mark_used(self, weights: Weights, copy: Copy, ts: float, now_s: float) -> None:
-        """A row or lease is served from a ready copy."""
+        """A row or lease is served from a ready copy; a row that is heard of late may have come (at `ts`) before it was ready."""
         if copy.order is not None and not copy.used:
-            self.out.append(Record(OrderUsed(copy.order.decision_id, max(ts, copy.ready_s or ts))))
+            self.out.append(Record(OrderUsed(copy.order.decision_id, max(ts, copy.start_s))))
         copy.used = True
         copy.hold_until_s = None
         used_s = max(ts, copy.ready_s or ts)
@@ -127,7 +127,7 @@ class Transfers:
     def paused(self, weights: Weights, tier: Tier, bytes_done: int, now_s: float) -> None:
         """MOVING or PAUSING -> PAUSED; the link is free, the memory stays taken."""
         copy = weights.copies[tier]
-        self._end_segment(weights, copy, min(bytes_done, weights.bytes), now_s)
+        self.end_segment(weights, copy, min(bytes_done, weights.bytes), now_s)
         copy.stage = Stage.PAUSED
         pending = self.pending_behind(weights, tier)
         hold_s = pending.order.hold_s if pending is not None else self.limits.adopted_hold_s
@@ -139,7 +139,7 @@ class Transfers:
         """MOVING, PAUSING or PAUSED -> CANCELLING; the prefetches behind it end."""
         copy = weights.copies[tier]
         if copy.stage is not Stage.PAUSED:
-            self._end_segment(weights, copy, copy.bytes_done, now_s)
+            self.end_segment(weights, copy, copy.bytes_done, now_s)
         for goal, pending in list(weights.pending.items()):
             if pending.begun and goal >= tier:
                 self.end_pending(weights, goal, ending, reason, now_s)
@@ -151,7 +151,7 @@ class Transfers:
     def loaded(self, weights: Weights, tier: Tier, now_s: float) -> Copy:
         """MOVING or PAUSING -> READY."""
         copy = weights.copies[tier]
-        self._end_segment(weights, copy, weights.bytes, now_s)
+        self.end_segment(weights, copy, weights.bytes, now_s)
         del self.holdings.mover[tier]
         copy.stage = Stage.READY
         copy.ready_s = now_s
@@ -173,7 +173,7 @@ class Transfers:
         """Any stage of a load -> nothing; the next try not before a back-off has passed."""
         copy = weights.copies[tier]
         if copy.stage in (Stage.MOVING, Stage.PAUSING):
-            self._end_segment(weights, copy, copy.bytes_done, now_s)
+            self.end_segment(weights, copy, copy.bytes_done, now_s)
         for goal, pending in list(weights.pending.items()):
             if pending.begun and goal >= tier:
                 self.end_pending(weights, goal, Ending.FAILED, reason, now_s)
@@ -204,21 +204,7 @@ class Transfers:
         copy = self.holdings.remove(weights, tier)
         if self.holdings.mover.get(tier) == weights.key:
             del self.holdings.mover[tier]
-        self.out.append(
-            Record(
-                ResidencyEnded(
-                    weights.key,
-                    tier,
-                    copy.cause,
-                    copy.start_s,
-                    copy.ready_s,
-                    copy.last_use_s,
-                    now_s,
-                    weights.bytes,
-                    copy.decision_id,
-                )
-            )
-        )
+        self.out.append(Record(self.residency(weights, copy, now_s)))
 
     def repeat(self, weights: Weights, copy: Copy, now_s: float) -> None:
         """The answer to an instruction is overdue: say it again, ever less often."""
@@ -234,19 +220,24 @@ class Transfers:
     # --- serving ---
 
     def serve(self, weights: Weights, tier: Tier, now_s: float, *, bypass: bool = False, reason: str = "") -> None:
-        """Everything that waits for the weights gets the copy in `tier`."""
+        """Everything that waits for the weights gets the copy in `tier`.
+
+        A row waited until they were ready there, however late it was heard of; served from below, until now and for the links above.
+        """
         copy = weights.copies[tier]
         link_s = self.link_s_above(weights, tier) if bypass else 0.0
+        there_s = now_s if bypass or copy.ready_s is None else copy.ready_s
         for row in weights.rows:
             self.mark_used(weights, copy, row.ts, now_s)
-            wait_s = max(0.0, now_s - row.ts) + link_s
+            wait_s = max(0.0, there_s - row.ts) + link_s
             self.out.append(Record(RowServed(weights.key.model, row.ts, row.found, wait_s, bypass)))
         for waiter in weights.waiters:
             self.mark_used(weights, copy, waiter.seen_s, now_s)
             copy.leases[waiter.holder] = copy.leases.get(waiter.holder, 0) + 1
             self.out.append(GrantLease(waiter.holder, weights.key, tier, bypass, reason, waiter.token))
             wait_s = max(0.0, now_s - waiter.seen_s) + link_s
-            self.out.append(Record(RowServed(weights.key.model, waiter.seen_s, waiter.found, wait_s, bypass, lease=True)))
+            fact = RowServed(weights.key.model, waiter.seen_s, waiter.found, wait_s, bypass, lease=True, announced=waiter.announced)
+            self.out.append(Record(fact))
         weights.rows.clear()
         weights.waiters.clear()
 
@@ -259,15 +250,22 @@ class Transfers:
         serving = self.limits.serving_tier
         if any(c.stage is Stage.READY and t >= serving for t, c in weights.copies.items()):
             return Found.READY
-        if any(c.stage in IN_FLIGHT and t <= serving for t, c in weights.copies.items()):
+        flying = [c.stage for t, c in weights.copies.items() if c.stage in IN_FLIGHT and t <= serving]
+        # What pauses although somebody waits for it has to wait for the link again, with its memory.
+        if Stage.MOVING in flying or (flying and not weights.demanded):
             return Found.MOVING
         if weights.demanded or any(goal <= serving for goal in weights.pending):
             return Found.QUEUED
         return Found.ABSENT
 
-    # --- inside ---
+    def residency(self, weights: Weights, copy: Copy, end_s: float) -> ResidencyEnded:
+        """The fact that the copy's memory was held until `end_s`."""
+        return ResidencyEnded(
+            weights.key, copy.tier, copy.cause, copy.start_s, copy.ready_s, copy.last_use_s, end_s, weights.bytes, copy.decision_id
+        )
 
-    def _end_segment(self, weights: Weights, copy: Copy, bytes_done: int, now_s: float) -> None:
+    def end_segment(self, weights: Weights, copy: Copy, bytes_done: int, now_s: float) -> None:
+        """The bytes stop moving, for good or for a while."""
         copy.bytes_done = bytes_done
         self.out.append(
             Record(
