@@ -114,12 +114,12 @@ class App:
         controller = Controller(
             stream,
             state,
-            Learner(lambda: _predictor(decision.seed)),
+            Learner(lambda: _predictor(decision.seed), decision.tick_s),
             self.clock,
             metrics,
             ControllerOptions((node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s),
             arm_of=group.arm,
-            on_rows=agent.requested,
+            on_rows=lambda rows, index: agent.requested(rows),
             on_plan=lambda node: agent.plan_written(),
         )
         controller.start()

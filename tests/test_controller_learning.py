@@ -19,6 +19,7 @@ from prefetcher_connectors.memory import MemoryState, MemoryStream
 
 T0 = 1_767_225_600.0
 NODE = NodeName("node-0")
+FETCHES = "hazard-mix-prefetch"
 
 
 def rows(count: int, seed: int = 0, every_s: float = 7.0) -> list[RequestSeen]:
@@ -45,27 +46,48 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened() -> None:
     assert second.position == 150
     for learner in (straight, second):
         learner.take(log[120:300], 300, log[299].ts + 1)
-        learner.take(log[300:], 400)
+        learner.take(log[300:], 400, log[-1].ts, caught_up=False)
     assert second.snapshot() == straight.snapshot()
     now_s = log[-1].ts + 100
-    names = [f"m{i}" for i in range(5)]
-    np.testing.assert_array_equal(second.next_use(now_s, names).per_s, straight.next_use(now_s, names).per_s)
+    one, two = (learner.take([], 400, now_s) for learner in (straight, second))
+    assert len(one.ticks) == 2
+    np.testing.assert_array_equal(one.at_tick, two.at_tick)
 
 
 def test_repeated_ids_count_once() -> None:
     learner = Learner(lambda: None)
-    assert learner.take(rows(50), 50).rows == 50
-    again = learner.take(rows(60), 110)
-    assert (again.rows, again.repeated) == (10, 50)
+    late_s = T0 + 1000
+    assert len(learner.take(rows(50), 50, late_s).rows) == 50
+    again = learner.take(rows(60), 110, late_s)
+    assert (len(again.rows), again.repeated) == (10, 50)
     assert learner.traffic.rows == 60
 
 
 def test_a_model_starts_once_and_again_after_a_pause() -> None:
     learner = Learner(lambda: None)
     near = [RequestSeen(T0 + i, ModelName("m")) for i in range(3)]
-    assert learner.take(near, 3).started == ("m",)
-    assert learner.take([RequestSeen(T0 + 10, ModelName("m"))], 4).started == ()
-    assert learner.take([RequestSeen(T0 + 1000, ModelName("m"))], 5).started == ("m",)
+    assert learner.take(near, 3, T0 + 3).started == ("m",)
+    assert learner.take([RequestSeen(T0 + 10, ModelName("m"))], 4, T0 + 10).started == ()
+    assert learner.take([RequestSeen(T0 + 1000, ModelName("m"))], 5, T0 + 1000).started == ("m",)
+
+
+def test_ticks_are_scored_in_event_time_whatever_the_blocks() -> None:
+    log = rows(900)
+    whole, parts = Learner(hazard), Learner(hazard)
+    one = whole.take(log, 900, log[-1].ts + 1, caught_up=False)
+    pieces = [parts.take(log[i : i + 70], i + 70, log[-1].ts + 1, caught_up=False) for i in range(0, 900, 70)]
+    np.testing.assert_array_equal(one.ticks, np.concatenate([p.ticks for p in pieces]))
+    np.testing.assert_array_equal(one.after_row, np.concatenate([p.after_row for p in pieces], axis=1))
+    last = pieces[-1]
+    np.testing.assert_array_equal(one.at_tick[:, -len(last.ticks) :], last.at_tick)
+    assert (np.diff(one.ticks) == 60.0).all()
+
+
+def test_a_row_from_the_future_counts_as_now() -> None:
+    learner = Learner(lambda: None)
+    learner.take([RequestSeen(T0 + 86_400.0, ModelName("m"))], 1, T0)
+    assert learner.last_row_s("m") == T0
+    assert len(learner.take([], 1, T0 + 180).ticks) == 3
 
 
 def test_what_is_no_snapshot() -> None:
@@ -93,7 +115,7 @@ class World:
             Learner(lambda: None),
             self.clock,
             self.metrics,
-            ControllerOptions((NODE,), 0.002, 60.0, 600.0, 30.0),
+            ControllerOptions((NODE,), 0.002, 60.0, 600.0, 30.0, first_expert=FETCHES),
             arm_of=lambda node, now_s: self.arm,
         )
         controller.start()

@@ -19,15 +19,13 @@ from prefetcher.core.traffic import FEATURE_NAMES, Block, Traffic
 from prefetcher.core.types import HORIZONS_S
 from prefetcher.errors import PredictorError
 from prefetcher_models.calibration import calibration_line
-from prefetcher_models.predictor import FloatArray, Forecast, IntArray, checked, monotone, rate_probabilities
+from prefetcher_models.predictor import FloatArray, Forecast, IntArray, checked, monotone, rate_probabilities, recent_rate
 from prefetcher_models.samples import EPOCH_S, SampleStore
 from prefetcher_models.trees import DEPTH, Forest
 
 __all__ = ["ALL_HORIZONS", "Fit", "Hazard", "HazardSettings"]
 
 ALL_HORIZONS: tuple[int, ...] = tuple(range(len(HORIZONS_S)))
-#: Decayed rates whose mean stands in for a horizon without trees: over 10 min, 1 h, 6 h and 1 d.
-_RATE_COLUMNS = [FEATURE_NAMES.index(f"log_rate_{tau}s") for tau in (600, 3600, 21600, 86400)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ class Hazard:
                 continue
             self._fallbacks["horizon without a fit" if any(self._forests) else "no fit yet"] += len(x)
             if rates is None:
-                rates = np.exp(x[:, _RATE_COLUMNS].astype(np.float64)).mean(axis=1)
+                rates = recent_rate(x)
             out[:, column] = rate_probabilities(rates, (HORIZONS_S[horizon],))[:, 0]
         return monotone(out)
 

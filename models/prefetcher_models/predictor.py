@@ -16,14 +16,17 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.traffic import Block, Traffic
+from prefetcher.core.traffic import FEATURE_NAMES, Block, Traffic
 from prefetcher.core.types import HORIZONS_S
 from prefetcher.errors import PredictorError
 
-__all__ = ["Forecast", "Predictor", "checked", "monotone", "rate_probabilities"]
+__all__ = ["Forecast", "Predictor", "checked", "monotone", "rate_probabilities", "recent_rate"]
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+
+#: Decayed rates whose mean stands in for what was not learned yet: over 10 min, 1 h, 6 h and 1 d.
+_RATE_COLUMNS = [FEATURE_NAMES.index(f"log_rate_{tau}s") for tau in (600, 3600, 21600, 86400)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,12 @@ def monotone(p: FloatArray) -> FloatArray:
 def rate_probabilities(rate_per_s: FloatArray, horizons_s: tuple[float, ...] = HORIZONS_S) -> FloatArray:
     """P(at least one row within each horizon) of a Poisson stream: 1 − exp(−r·W); float64[n, len(horizons_s)]."""
     return -np.expm1(-np.asarray(rate_per_s, dtype=np.float64)[:, None] * np.asarray(horizons_s, dtype=np.float64))
+
+
+def recent_rate(x: npt.NDArray[np.float32]) -> FloatArray:
+    """float64[n]: rows a second of late, from feature rows x float32[n, F]: the mean of the rates over 10 min, 1 h, 6 h and 1 d."""
+    rate: FloatArray = np.exp(x[:, _RATE_COLUMNS].astype(np.float64)).mean(axis=1, dtype=np.float64)
+    return rate
 
 
 def checked(forecast: Forecast) -> Forecast:

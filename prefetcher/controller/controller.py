@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,8 +17,10 @@ import numpy as np
 
 from prefetcher.clock import Clock
 from prefetcher.controller import records
-from prefetcher.controller.learner import Learner, Refit
-from prefetcher.controller.planning import Given, PastOrder, Planned, make_plan
+from prefetcher.controller.learner import Learner, Refit, Taken
+from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, make_plan, worth_of
+from prefetcher.core.experts import EXPERTS
+from prefetcher.core.shadow_caches import Outlook, ShadowCaches
 from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
 from prefetcher.errors import PredictorError, UnavailableError
 from prefetcher.ports import RequestStream, StateStore
@@ -40,20 +42,21 @@ _UNUSED = (Outcome.USELESS.value, Outcome.DISPLACED.value)
 
 @dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """How a controller decides; names as in `config.DecisionSettings`."""
+    """How a controller decides; names as in `config.DecisionSettings`. `first_expert` decides until the Hedge has seen enough."""
 
     nodes: tuple[NodeName, ...]
     price_s_per_gb_h: float
     tick_s: float
     hold_s: float
     snapshot_s: float
+    first_expert: str = next(iter(EXPERTS))
 
 
 class Controller:
     """One controller over `options.nodes`.
 
-    `arm_of(node, now_s)` says which side of the experiment a node is on; `on_rows` hears of fresh rows before they are learned from, and
-    `on_plan` of every plan written, both in the controller's thread.
+    `arm_of(node, now_s)` says which side of the experiment a node is on; `on_rows` hears of fresh rows with the index of their models,
+    these rows counted in, and `on_plan` of every plan written, both in the controller's thread.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Controller:
         metrics: Metrics,
         options: ControllerOptions,
         arm_of: Callable[[NodeName, float], Arm],
-        on_rows: Callable[[Sequence[RequestSeen]], None] = lambda rows: None,
+        on_rows: Callable[[Sequence[RequestSeen], Mapping[str, float]], None] = lambda rows, index: None,
         on_plan: Callable[[NodeName], None] = lambda node: None,
     ) -> None:
         self._stream = stream
@@ -83,6 +86,9 @@ class Controller:
         self._next_tick_s = -np.inf
         self._next_snapshot_s = -np.inf
         self._saved_position = -1
+        self._reports: dict[NodeName, records.NodeReport] = {}
+        self._shadows: dict[NodeName, ShadowCaches] = {}
+        self._switched_on = True
         self._refit: Refit | None = None
         self._counted: dict[tuple[str, str], int] = {}
         self.fence = 0
@@ -97,16 +103,34 @@ class Controller:
             UnavailableError: the state store does not answer.
         """
         self.fence = self._state.next_number(records.EPOCH)
-        raw = self._state.read(records.LEARNED)
+        raw, shadows = self._state.read_many([records.LEARNED, records.SHADOWS])
         if raw is not None:
             try:
                 self._learner.restore(raw)
+                self._restore_shadows(shadows)
                 log().info("learned_restored", position=self._learner.position, rows=self._learner.traffic.rows)
             except ValueError as exc:
                 log().error("snapshot_unreadable", reason=str(exc), then="learning again from the request log")
         self._saved_position = self._learner.position
         now_s = self._clock.now_s()
         self._next_snapshot_s = now_s + self._options.snapshot_s
+
+    def _restore_shadows(self, raw: bytes | None) -> None:
+        if raw is None:
+            return
+        arrays, meta = records.unpack_arrays(raw)
+        for node in self._options.nodes:
+            if node not in meta:
+                continue
+            shadows = self._new_shadows(self._clock.now_s())
+            prefix = f"{node}/"
+            mine = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+            try:
+                shadows.restore(mine, meta[node])
+            except (ValueError, KeyError) as exc:
+                log().warning("shadow_caches_not_restored", node=node, reason=str(exc), then="they start anew")
+                continue
+            self._shadows[node] = shadows
 
     def wake(self, reason: str = "") -> None:
         """Something is new in the stream; with a `reason`, plan as soon as it is taken in."""
@@ -147,25 +171,29 @@ class Controller:
         wanted = {"tick"} if self._clock.now_s() >= self._next_tick_s else set()
         while self._wanted:
             wanted.add(self._wanted.pop())
+        now_s = self._clock.now_s()
         batch = self._stream.read(self._learner.position, _ROWS_A_STEP)
         for bad in batch.bad:
             self._metrics.bad_requests.labels(source="log", reason="unreadable").inc()
             log().warning("record_skipped", position=bad.position, reason=bad.reason)
-        now_s = self._clock.now_s()
-        fresh = [row for row in batch.requests if now_s - row.ts <= _FRESH_S * self._clock.speed]
-        if fresh:
-            self._on_rows(fresh)
         more = len(batch.requests) + len(batch.bad) >= _ROWS_A_STEP
         tick = "tick" in wanted and not more
         if batch.next_position != self._learner.position or tick:
-            taken = self._learner.take(batch.requests, batch.next_position, now_s if tick else None)
+            taken = self._learner.take(batch.requests, batch.next_position, now_s, caught_up=not more)
             if taken.repeated:
                 self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
-            if taken.started and fresh:
-                wanted.add("started")
+            self._let_shadows_see(taken, now_s if not more else -np.inf)
+            fresh = [row for row in taken.rows if now_s - row.ts <= _FRESH_S * self._clock.speed]
+            if fresh:
+                self._on_rows(fresh, self._index_after(fresh, now_s))
+                if taken.started:
+                    wanted.add("started")
         self._metrics.lag.set(self._stream.end() - self._learner.position)
         if more:
             self._wanted |= wanted - {"tick"}
+            if self._refit is None:
+                # History is being read, nobody waits for a plan, and what comes next is to be scored by what was before.
+                self._learner.refit_now(self._learner.traffic.newest_s)
             return True
         if tick:
             self._next_tick_s = (now_s // self._options.tick_s + 1.0) * self._options.tick_s
@@ -178,6 +206,72 @@ class Controller:
         self._count_fallbacks()
         return False
 
+    # --- shadow caches ---
+
+    def _let_shadows_see(self, taken: Taken, until_s: float) -> None:
+        """Takes every node's shadow caches through the rows that are its own: those that name it, or no node."""
+        for node in self._options.nodes:
+            if self._reports.get(node) is None and not self._read_report(node):
+                continue
+            until = until_s if np.isfinite(until_s) else float(taken.ts.max(initial=self._learner.traffic.newest_s))
+            shadows = self._shadows.get(node)
+            if shadows is None:
+                start_s = float(taken.ts.min(initial=until))
+                shadows = self._shadows[node] = self._new_shadows(start_s)
+                self._tell_catalog(node)
+            mine = np.array([row.node is None or row.node == node for row in taken.rows], np.bool_)
+            shadows.advance(taken.ts[mine], taken.model[mine], taken.after_row[:, mine], taken.ticks, taken.at_tick, until)
+
+    def _new_shadows(self, start_s: float) -> ShadowCaches:
+        options = self._options
+        return ShadowCaches(
+            price_s_per_gb_h=options.price_s_per_gb_h,
+            hold_s=options.hold_s,
+            tick_s=options.tick_s,
+            start_s=start_s,
+            first=options.first_expert,
+        )
+
+    def _read_report(self, node: NodeName) -> bool:
+        raw = self._state.read(records.node_key(node, "report"))
+        if raw is not None:
+            self._reports[node] = records.decode_report(raw)
+        return raw is not None
+
+    def _tell_catalog(self, node: NodeName) -> None:
+        """The node's shadow caches serve what the node does, with as much memory, at its link's measured speed."""
+        shadows, report = self._shadows.get(node), self._reports[node]
+        if shadows is None:
+            return
+        known = [(self._learner.number(k.model), float(max(k.bytes, 1)), max(k.load_s, 1e-6)) for k in report.known]
+        served = [entry for entry in known if entry[0] >= 0]
+        numbers, sizes, link_s = (np.array([entry[i] for entry in served]) for i in range(3))
+        shadows.serve(numbers.astype(np.int64), sizes.astype(float), link_s.astype(float), float(report.memory.budget_bytes))
+
+    def _worth(self, report: records.NodeReport, now_s: float) -> tuple[Outlook, Worth]:
+        node = NodeName(report.node)
+        shadows = self._shadows.get(node)
+        if shadows is None:
+            shadows = self._shadows[node] = self._new_shadows(now_s)
+            self._tell_catalog(node)
+        outlook = shadows.outlook(now_s)
+        numbers = np.array([self._learner.number(k.model) for k in report.known], np.int64)
+        # A model that was asked for since the catalog was told is not in the outlook yet.
+        numbers[numbers >= len(outlook.keep_per_s)] = -1
+        return outlook, worth_of(report, outlook, numbers, shadows.shadow_holds())
+
+    def _index_after(self, rows: Sequence[RequestSeen], now_s: float) -> dict[str, float]:
+        """The index of each model of `rows`, with these rows counted in: scores are refreshed before they are compared."""
+        found: dict[str, float] = {}
+        if not self._switched_on:
+            return found
+        asked = {row.model for row in rows}
+        for report in self._reports.values():
+            of = msgspec.structs.replace(report, known=tuple(k for k in report.known if k.model in asked))
+            _, worth = self._worth(of, now_s)
+            found |= {k.model: float(worth.keep[i]) for i, k in enumerate(of.known)}
+        return found
+
     def plan(self, node: NodeName, trigger: str) -> Planned | None:
         """Makes and writes one node's plan; None while the node reports nothing, or when another controller leads."""
         started_s = self._clock.steady_s()
@@ -185,13 +279,14 @@ class Controller:
         if raw is None:
             self._metrics.skipped.labels(what="plan", reason="node_silent").inc()
             return None
-        report = records.decode_report(raw)
+        report = self._reports[node] = records.decode_report(raw)
         switch = msgspec.json.decode(switch_raw, type=records.Switch) if switch_raw else records.Switch()
         pins = msgspec.json.decode(pins_raw, type=list[str]) if pins_raw else []
         now_s = self._clock.now_s()
         past = self._past[node]
         self._close_past(past, report, now_s)
         self._revision += 1
+        self._switched_on = switch.on
         given = Given(
             now_s=now_s,
             revision=self._revision,
@@ -206,9 +301,11 @@ class Controller:
             last_row_s=self._learner.last_row_s,
             new_id=lambda: DecisionId(uuid.uuid4().hex[:16]),
         )
-        next_use = self._learner.next_use(now_s, [known.model for known in report.known])
-        planned = make_plan(report, next_use, given)
-        items = {records.node_key(node, "plan"): records.encode(planned.plan)}
+        self._tell_catalog(node)
+        outlook, worth = self._worth(report, now_s)
+        planned = make_plan(report, outlook, worth, given)
+        decides = records.Decides(outlook.expert, now_s, self._shadows[node].costs_s, self._shadows[node].shadow_wait_s)
+        items = {records.node_key(node, "plan"): records.encode(planned.plan), records.node_key(node, "decides"): records.encode(decides)}
         if not self._state.write_fenced(records.node_key(node, "fence"), self.fence, items):
             self.deposed = True
             log().error("controller_deposed", fence=self.fence, reason="another controller leads")
@@ -222,6 +319,7 @@ class Controller:
                 node=node,
                 cause=order.cause.value,
                 arm=order.arm.value,
+                expert=outlook.expert,
                 expected_use_s=round(order.expected_use_s - now_s, 1),
                 observe=report.observe,
             )
@@ -259,7 +357,7 @@ class Controller:
             self._metrics.skipped.labels(what="prefetch", reason=reason).inc(count)
 
     def _count_fallbacks(self) -> None:
-        for key, count in self._learner.fallbacks.items():
+        for key, count in self._learner.fallback_counts().items():
             new = count - self._counted.get(key, 0)
             if new:
                 self._metrics.fallbacks.labels(predictor=key[0], reason=key[1]).inc(new)
@@ -285,7 +383,13 @@ class Controller:
         self._next_snapshot_s = self._clock.now_s() + self._options.snapshot_s
         if self._learner.position == self._saved_position or self.deposed:
             return
-        if self._state.write_fenced(records.FENCE, self.fence, {records.LEARNED: self._learner.snapshot()}):
+        arrays: dict[str, np.ndarray] = {}
+        facts = {}
+        for node, shadows in self._shadows.items():
+            mine, facts[str(node)] = shadows.snapshot()
+            arrays |= {f"{node}/{name}": array for name, array in mine.items()}
+        learned = {records.LEARNED: self._learner.snapshot(), records.SHADOWS: records.pack_arrays(arrays, facts)}
+        if self._state.write_fenced(records.FENCE, self.fence, learned):
             self._saved_position = self._learner.position
             self._metrics.snapshots.inc()
             self._stream.drop_before(self._saved_position)

@@ -17,60 +17,49 @@ import numpy as np
 import numpy.typing as npt
 
 from prefetcher.controller.records import pack_arrays, unpack_arrays
-from prefetcher.core.traffic import TAUS_S, Block, Traffic
-from prefetcher.core.types import HORIZONS_S, RequestSeen
-from prefetcher.core.value import next_use_rate
+from prefetcher.core.experts import HORIZONS, WINDOWS_S, rates_of_next_use
+from prefetcher.core.traffic import Block, Traffic
+from prefetcher.core.types import HORIZONS_S, ModelName, RequestSeen
 from prefetcher.errors import PredictorError
-from prefetcher_models.predictor import Predictor, checked
+from prefetcher_models.predictor import Predictor, rate_probabilities, recent_rate
 
-__all__ = ["Learner", "NextUse", "Refit", "ScheduledPredictor", "Taken"]
+__all__ = ["Learner", "Refit", "ScheduledPredictor", "Taken"]
 
-#: The window of the index: ten minutes (W of the decision).
-WINDOW = HORIZONS_S.index(600.0)
-#: Time scales that the rates without learning are the mean of: 10 min, 1 h, 6 h, 1 d.
-_MIX = [TAUS_S.index(tau_s) for tau_s in (600.0, 3600.0, 21600.0, 86400.0)]
-_HOUR = TAUS_S.index(3600.0)
-#: The hazard's share of the blend in log space; the rest is the mix of rates.
-_HAZARD_SHARE = 0.7
 #: Request ids remembered to drop repeats: an hour at about 28 rows a second.
 _IDS_KEPT = 100_000
 #: A model that comes back after this long starts anew: its companions may be due.
 _START_S = 300.0
+#: Feature rows of ticks that one step computes at most: some 100 MB. After a silence the last ticks are what counts.
+_MOST_TICK_ROWS = 400_000
+_MOST_TICKS = 1440
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What one step took in: rows counted, repeats dropped, and the models that started (first row, or back after five minutes)."""
+    """What one step took in.
 
-    rows: int
+    `rows` were counted, `repeated` dropped; `started` are models with their first row, or back after five minutes. The rates of next use
+    (`core.experts`): `after_row` float32[windows, N] right after each row of model number `model` int64[N] at `ts` float64[N], and
+    `at_tick` float32[windows, T, n] of every model at the times `ticks` float64[T], consecutive multiples of the tick.
+    """
+
+    rows: tuple[RequestSeen, ...]
     repeated: int
     started: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NextUse:
-    """Per model of `models`: `per_s`, the rate at which the next use comes, `rows_per_s`, and the parts that `per_s` was blended from."""
-
-    models: tuple[str, ...]
-    per_s: npt.NDArray[np.float64]
-    rows_per_s: npt.NDArray[np.float64]
-    parts: dict[str, npt.NDArray[np.float64]]
-    fallback: str = ""
-
-    def contributions(self, i: int) -> tuple[tuple[str, float], ...]:
-        """The shares of model `i`'s parts in its rate, largest first."""
-        total = sum(float(part[i]) for part in self.parts.values())
-        if total <= 0.0:
-            return ()
-        shares = [(name, round(float(part[i]) / total, 4)) for name, part in self.parts.items()]
-        return tuple(sorted((s for s in shares if s[1] > 0.0), key=lambda s: -s[1]))
+    ts: npt.NDArray[np.float64]
+    model: npt.NDArray[np.int64]
+    after_row: npt.NDArray[np.float32]
+    ticks: npt.NDArray[np.float64]
+    at_tick: npt.NDArray[np.float32]
 
 
 class ScheduledPredictor(Predictor, Protocol):
-    """A predictor that says when its next fit is due."""
+    """A predictor that says when its next fit is due, and forecasts from features that were computed already."""
 
     @property
     def next_fit_s(self) -> float: ...
+
+    def probabilities(self, x: npt.NDArray[np.float32], horizons: tuple[int, ...]) -> npt.NDArray[np.float64]: ...
 
 
 class Learner:
@@ -80,56 +69,96 @@ class Learner:
     that forecast.
     """
 
-    def __init__(self, make: Callable[[], ScheduledPredictor | None]) -> None:
+    def __init__(self, make: Callable[[], ScheduledPredictor | None], tick_s: float = 60.0) -> None:
         self._make = make
+        self._tick_s = tick_s
         self.traffic = Traffic()
         self.predictor = make()
         self.names: list[str] = []
         self._number: dict[str, int] = {}
         self._ids: OrderedDict[str, None] = OrderedDict()
         self.position = 0
-        self.ticked_s = -np.inf
+        #: Number of the last tick whose features were computed; its time is that times the tick.
+        self._ticked = -1
         self.fallbacks: dict[tuple[str, str], int] = {}
         self._since_copy: list[Block] | None = None
 
-    def take(self, requests: Sequence[RequestSeen], position: int, tick_s: float | None = None) -> Taken:
-        """Learns rows in stream order, up to `position`; at `tick_s`, if given, the features of all models are sampled as well."""
+    def take(self, requests: Sequence[RequestSeen], position: int, now_s: float, *, caught_up: bool = True) -> Taken:
+        """Learns rows in stream order, up to `position`, and scores them and the ticks that passed.
+
+        `now_s` bounds the rows' times: one from the future counts as now. Time passes up to it once the stream is `caught_up`, until then
+        up to the newest row.
+        """
+        kept: list[RequestSeen] = []
         ts: list[float] = []
         numbers: list[int] = []
-        users: list[int] = []
-        counts: list[int] = []
-        started: list[str] = []
-        repeated = 0
-        newest = self.traffic.newest_s
+        started: dict[str, None] = {}
         for request in requests:
             if request.request_id is not None and not self._is_new(request.request_id):
-                repeated += 1
                 continue
-            number = self._number.get(request.model)
-            if number is None:
+            number = self.number(request.model)
+            at_s = min(request.ts, now_s)
+            if number < 0:
                 number = self._number[request.model] = len(self.names)
                 self.names.append(request.model)
-                started.append(request.model)
-            elif number < self.traffic.n_models and request.ts - self.traffic.last_s[number] > _START_S and request.model not in started:
-                started.append(request.model)
-            newest = max(newest, request.ts)
-            ts.append(request.ts)
+                started[request.model] = None
+            elif number >= self.traffic.n_models or at_s - self.traffic.last_s[number] > _START_S:
+                started[request.model] = None
+            kept.append(request)
+            ts.append(at_s)
             numbers.append(number)
-            users.append(_user_number(request.user))
-            counts.append(request.count)
-        ticks = [tick_s] if tick_s is not None and tick_s >= newest else []
-        if ts or ticks:
-            block = self.traffic.advance(ts, numbers, users, counts, ticks=ticks)
+        until_s = now_s if caught_up else max([*ts, self.traffic.newest_s])
+        # What is known already, or the first row ever, may be newer than the first tick that is due.
+        from_s = self.traffic.newest_s if self.traffic.rows else min(ts, default=until_s)
+        ticks = self._due(from_s, until_s)
+        users = [_user_number(request.user) for request in kept]
+        block = self.traffic.advance(ts, numbers, users, [request.count for request in kept], ticks=ticks)
+        counted = np.flatnonzero(np.isfinite(block.row_features).all(axis=1))
+        after_row = rates_of_next_use(self._probabilities(block.row_features[counted]))
+        at_tick = np.full((len(WINDOWS_S), len(ticks), self.traffic.n_models), np.nan, np.float32)
+        at_tick[:, block.tick_of, block.tick_model] = rates_of_next_use(self._probabilities(block.tick_features))
+        if len(ts) or len(ticks):
             self._learn(block)
         self.position = position
-        if tick_s is not None:
-            self.ticked_s = tick_s
-        return Taken(len(ts), repeated, tuple(started))
+        return Taken(
+            rows=tuple(kept[i] for i in counted),
+            repeated=len(requests) - len(kept),
+            started=tuple(started),
+            ts=block.ts[counted],
+            model=block.model[counted],
+            after_row=after_row,
+            ticks=ticks,
+            at_tick=at_tick,
+        )
+
+    def _due(self, from_s: float, until_s: float) -> npt.NDArray[np.float64]:
+        """The ticks in [from_s, until_s] that were not computed yet: all of them, or the last ones after a long silence."""
+        if not np.isfinite(until_s):
+            return np.zeros(0)
+        last = int(until_s // self._tick_s)
+        first = max(self._ticked + 1, int(np.ceil(from_s / self._tick_s)))
+        most = min(_MOST_TICKS, max(1, _MOST_TICK_ROWS // max(1, len(self.names))))
+        first = max(first, last + 1 - most)
+        self._ticked = max(self._ticked, last)
+        return np.arange(first, last + 1).astype(np.float64) * self._tick_s
+
+    def _probabilities(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """float32[n, len(HORIZONS)] for feature rows x float32[n, F]."""
+        if self.predictor is not None:
+            try:
+                return self.predictor.probabilities(x, HORIZONS).astype(np.float32)
+            except PredictorError as exc:
+                self._count(exc.predictor or self.predictor.name, "failed")
+        return rate_probabilities(recent_rate(x), tuple(HORIZONS_S[h] for h in HORIZONS)).astype(np.float32)
+
+    def number(self, model: str) -> int:
+        """The number of `model` in traffic and rates; −1 for one never used."""
+        return self._number.get(ModelName(model), -1)
 
     def last_row_s(self, model: str) -> float:
         """When `model` was last used; −inf if never."""
-        number = self._number.get(model)
-        return -np.inf if number is None or number >= self.traffic.n_models else float(self.traffic.last_s[number])
+        number = self.number(model)
+        return -np.inf if number < 0 or number >= self.traffic.n_models else float(self.traffic.last_s[number])
 
     def _is_new(self, request_id: str) -> bool:
         if request_id in self._ids:
@@ -148,55 +177,23 @@ class Learner:
             if self._since_copy is not None:
                 self._since_copy.append(block)
 
+    def fallback_counts(self) -> dict[tuple[str, str], int]:
+        """How often something else stood in for a forecast, by predictor and reason."""
+        own = {} if self.predictor is None else {(self.predictor.name, reason): n for reason, n in self.predictor.fallbacks.items()}
+        return own | self.fallbacks
+
     def _count(self, predictor: str, reason: str) -> None:
         self.fallbacks[predictor, reason] = self.fallbacks.get((predictor, reason), 0) + 1
 
-    def next_use(self, now_s: float, models: Sequence[str]) -> NextUse:
-        """When each of `models` is used next; 0 for one never used."""
-        at_s = max(now_s, self.traffic.newest_s)
-        known = [(i, self._number[model]) for i, model in enumerate(models) if model in self._number]
-        which = np.array([number for _, number in known], np.int64)
-        where = np.array([i for i, _ in known], np.int64)
-        mix = np.zeros(len(models))
-        rows = np.zeros(len(models))
-        fallback = ""
-        if len(which):
-            rates = self.traffic.rates(at_s, which)
-            mix[where] = rates[:, _MIX].mean(axis=1)
-            rows[where] = rates[:, _HOUR]
-            hazard, fallback = self._hazard(at_s, which)
-            if hazard is not None:
-                assert self.predictor is not None
-                blend = np.exp(_HAZARD_SHARE * np.log(hazard + 1e-12) + (1.0 - _HAZARD_SHARE) * np.log(mix[where] + 1e-12))
-                per_s = np.zeros(len(models))
-                per_s[where] = blend
-                learned = np.zeros(len(models))
-                learned[where] = _HAZARD_SHARE * hazard
-                parts = {self.predictor.name: learned, "recent rate": (1.0 - _HAZARD_SHARE) * mix}
-                return NextUse(tuple(models), per_s, rows, parts, fallback)
-        scales = {"rate of 10 min": 0, "rate of 1 h": 1, "rate of 6 h": 2, "rate of 1 d": 3}
-        parts = {}
-        for name, column in scales.items():
-            part = np.zeros(len(models))
-            if len(which):
-                part[where] = rates[:, _MIX[column]] / len(_MIX)
-            parts[name] = part
-        return NextUse(tuple(models), mix, rows, parts, fallback)
-
-    def _hazard(self, at_s: float, which: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float64] | None, str]:
-        if self.predictor is None:
-            return None, "no predictor"
+    def refit_now(self, now_s: float) -> bool:
+        """Fits at once if a fit is due, while nobody waits for a plan: history is being read. Whether there are new trees."""
+        if self.predictor is None or self._since_copy is not None or self.predictor.next_fit_s > now_s:
+            return False
         try:
-            # A gateway's clock may run ahead of ours: what is forecast lies after every row that is known.
-            forecast = checked(self.predictor.forecast(self.traffic, max(at_s, self.traffic.newest_s), which))
+            return self.predictor.refit(now_s)
         except PredictorError as exc:
-            self._count(exc.predictor or self.predictor.name, "failed")
-            return None, str(exc)
-        if forecast.fallback:
-            self._count(forecast.predictor, forecast.fallback)
-            return None, forecast.fallback
-        rate = next_use_rate(forecast.p.astype(np.float32), np.array(HORIZONS_S), WINDOW)
-        return rate.astype(np.float64), ""
+            self._count(exc.predictor or self.predictor.name, "fit failed")
+            return False
 
     def start_refit(self, now_s: float) -> Refit | None:
         """A fit of a copy of the predictor, for another thread and then `finish_refit`; None while none is due."""
@@ -229,7 +226,8 @@ class Learner:
             "position": self.position,
             "names": self.names,
             "ids": list(self._ids),
-            "ticked_s": self.ticked_s if np.isfinite(self.ticked_s) else None,
+            "ticked": self._ticked,
+            "tick_s": self._tick_s,
             "predictor": None if self.predictor is None else self.predictor.name,
         }
         return pack_arrays(arrays, meta)
@@ -246,7 +244,7 @@ class Learner:
         self._number = {name: i for i, name in enumerate(self.names)}
         self._ids = OrderedDict.fromkeys(meta["ids"])
         self.position = int(meta["position"])
-        self.ticked_s = -np.inf if meta["ticked_s"] is None else float(meta["ticked_s"])
+        self._ticked = int(meta["ticked"]) if meta["tick_s"] == self._tick_s else -1
         self.predictor = self._make()
         if self.predictor is not None:
             try:

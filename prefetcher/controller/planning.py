@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from prefetcher.controller.learner import NextUse
-from prefetcher.controller.records import HeldWeights, NodeReport
+from prefetcher.controller.records import NodeReport
 from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.ranking import WAITING_PRIOR_LOADS
+from prefetcher.core.shadow_caches import Outlook
 from prefetcher.core.types import (
     HORIZONS_S,
     Arm,
@@ -30,12 +33,10 @@ from prefetcher.core.types import (
 )
 from prefetcher.core.value import index_per_byte, load_discount, mean_load_s, miss_cost_s, price_per_byte_s
 
-__all__ = ["Given", "PastOrder", "Planned", "make_plan"]
+__all__ = ["Given", "PastOrder", "Planned", "Worth", "make_plan", "worth_of"]
 
-#: How many times what it displaces a prefetch must be worth: a guess against a known use.
-MARGIN = 1.6
-#: Link use over the last ten minutes above which nothing is prefetched.
-BUSY_RATIO = 0.6
+Floats = npt.NDArray[np.float64]
+
 #: A prefetch that went unused comes back only for a row of its model, or for a score this many times its last one.
 SECOND_CHANCE = 2.0
 #: Candidates tried when the best ones do not outbid their victims.
@@ -82,32 +83,64 @@ class Planned:
     skipped: dict[str, int] = field(default_factory=dict)
 
 
-def make_plan(report: NodeReport, next_use: NextUse, given: Given) -> Planned:
-    """The plan of one node. `next_use.models` are the models of `report.known`, in that order."""
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What a held byte of each model of a report saves, seconds of waiting per second: float64[k] each, in the report's order.
+
+    `keep` ranks what is held and what asks to come in; `fetch` ranks prefetches, None when the deciding expert does not prefetch, with
+    `fetch_per_s`, the rate of next use behind it. `rows_per_s` are row rates, `shadow` what a node without prefetching would hold.
+    """
+
+    keep: Floats
+    fetch: Floats | None
+    fetch_per_s: Floats
+    rows_per_s: Floats
+    shadow: npt.NDArray[np.bool_]
+
+
+def worth_of(report: NodeReport, outlook: Outlook, numbers: npt.NDArray[np.int64], shadow: npt.NDArray[np.bool_]) -> Worth:
+    """What the bytes of the report's models are worth. `numbers` int64[k] are theirs in the outlook, −1 for one never used."""
+    count = len(report.known)
+    seen = numbers >= 0
+
+    def of(values: npt.NDArray[Any]) -> Floats:
+        out = np.zeros(count)
+        out[seen] = values[numbers[seen]]
+        return out
+
+    keep_per_s, rows_per_s = of(outlook.keep_per_s), of(outlook.joiners_per_s)
+    fetch_per_s = np.zeros(count) if outlook.prefetch_per_s is None else of(outlook.prefetch_per_s)
+    keep, fetch = np.zeros(count), np.zeros(count)
+    node_waiting = report.waiting_rows
+    for i, known in enumerate(report.known):
+        link_s, size = max(known.load_s, 1e-6), max(float(known.bytes), 1.0)
+        own_waiting = (known.others + WAITING_PRIOR_LOADS * node_waiting) / (known.loads + WAITING_PRIOR_LOADS)
+        keep[i] = index_per_byte(keep_per_s[i], miss_cost_s(link_s, report.recent_wait_s, rows_per_s[i], own_waiting), size)
+        fetch[i] = index_per_byte(fetch_per_s[i], miss_cost_s(link_s, report.recent_wait_s, rows_per_s[i], node_waiting), size)
+    fetches = outlook.prefetch_per_s is not None
+    return Worth(keep, fetch if fetches else None, fetch_per_s, rows_per_s, of(shadow).astype(np.bool_))
+
+
+def make_plan(report: NodeReport, outlook: Outlook, worth: Worth, given: Given) -> Planned:
+    """The plan of one node. Switched off, it says nothing about worth: the node loads on demand and keeps what was used last."""
     known = report.known
     price = price_per_byte_s(given.price_s_per_gb_h)
-    link_s = np.array([max(k.load_s, 1e-6) for k in known])
-    sizes = np.array([float(k.bytes) for k in known])
-    index = np.zeros(len(known))
-    for i in range(len(known)):
-        cost_s = miss_cost_s(link_s[i], report.recent_wait_s, next_use.rows_per_s[i], report.waiting_rows)
-        index[i] = index_per_byte(next_use.per_s[i], cost_s, max(sizes[i], 1.0))
-    held = {h.model: h for h in report.held if h.tier == Tier.HOST.name.lower()}
-    chooser = _Chooser(report, next_use, given, index, sizes, link_s, held, price)
+    chooser = _Chooser(report, outlook, worth, given, price)
     carried = chooser.carried()
     new = chooser.choose(len(carried))
     order_of = {str(order.key.model): order for order, _ in new} | {str(order.key.model): order for order in carried}
     desired = tuple(
         DesiredWeights(
             key=WeightsKey(ModelName(k.model), ModelVersion(k.version)),
-            index=float(index[i]),
-            rate_per_s=float(next_use.rows_per_s[i]),
+            index=float(worth.keep[i]),
+            rate_per_s=float(worth.rows_per_s[i]),
             pinned=k.model in given.pinned,
             order=order_of.get(k.model),
+            shadow=bool(worth.shadow[i]),
         )
-        for i, k in sorted(enumerate(known), key=lambda pair: -index[pair[0]])
+        for i, k in sorted(enumerate(known), key=lambda pair: -worth.keep[pair[0]])
         # Of a model without a row the log knows nothing; the node ranks it by its own last use.
-        if next_use.per_s[i] > 0.0 or k.model in given.pinned
+        if (worth.keep[i] > 0.0 and given.prefetching) or k.model in given.pinned
     )
     plan = Plan(
         node=NodeName(report.node),
@@ -124,25 +157,16 @@ def make_plan(report: NodeReport, next_use: NextUse, given: Given) -> Planned:
 class _Chooser:
     """Greedy choice of prefetches under the node's bytes and link."""
 
-    def __init__(
-        self,
-        report: NodeReport,
-        next_use: NextUse,
-        given: Given,
-        index: np.ndarray,
-        sizes: np.ndarray,
-        link_s: np.ndarray,
-        held: dict[str, HeldWeights],
-        price: float,
-    ) -> None:
+    def __init__(self, report: NodeReport, outlook: Outlook, worth: Worth, given: Given, price: float) -> None:
         self._report = report
-        self._next_use = next_use
+        self._outlook = outlook
+        self._worth = worth
         self._given = given
-        self._index = index
-        self._sizes = sizes
-        self._link_s = link_s
-        self._held = held
         self._price = price
+        self._sizes = np.array([float(k.bytes) for k in report.known])
+        self._link_s = np.array([max(k.load_s, 1e-6) for k in report.known])
+        self._index = worth.keep if worth.fetch is None else worth.fetch
+        self._held = {h.model: h for h in report.held if h.tier == Tier.HOST.name.lower()}
         self.skipped: dict[str, int] = {}
         #: What carried orders that have not begun will take.
         self._promised_bytes = 0.0
@@ -152,6 +176,7 @@ class _Chooser:
         """Orders of earlier plans that go on: still on their way, or waiting for the link within their deadline."""
         if not self._given.prefetching:
             return []
+        fetches = self._worth.fetch is not None
         carried = []
         for i, known in enumerate(self._report.known):
             past = self._given.past.get(known.model)
@@ -159,7 +184,7 @@ class _Chooser:
                 continue
             held = self._held.get(known.model)
             on_its_way = held is not None and held.decision_id == past.order.decision_id
-            waiting = held is None and self._given.now_s < past.order.deadline_s and self._index[i] >= self._price
+            waiting = fetches and held is None and self._given.now_s < past.order.deadline_s and self._index[i] >= self._price
             if on_its_way or waiting:
                 carried.append(past.order)
             if waiting:
@@ -178,7 +203,7 @@ class _Chooser:
         for i, known in enumerate(self._report.known):
             if known.model in self._held or known.model in taken or known.model in given.pinned:
                 continue
-            rate = float(self._next_use.per_s[i])
+            rate = float(self._worth.fetch_per_s[i])
             if rate <= 0.0:
                 continue
             if known.bytes > self._report.memory.budget_bytes:
@@ -203,7 +228,11 @@ class _Chooser:
         if not given.prefetching:
             self._skip("switched_off")
             return []
-        if report.busy_ratio >= BUSY_RATIO:
+        if self._worth.fetch is None:
+            self._skip("expert_without_prefetch")
+            return []
+        margin = self._outlook.policy.margin
+        if report.busy_ratio >= self._outlook.policy.busy_ratio:
             self._skip("link_busy")
             return []
         candidates = self._candidates(
@@ -235,7 +264,9 @@ class _Chooser:
                 self._skip("no_room")
                 refused += 1
                 continue
-            if not outbids(score / MARGIN, float(self._sizes[i]), self._index, self._sizes, victims):
+            highest = float(self._index[victims].max()) if len(victims) else 0.0
+            bids = outbids(score / margin, float(self._sizes[i]), self._index, self._sizes, victims)
+            if not bids or (len(victims) and score <= margin * highest):
                 self._skip("victims_worth_more")
                 refused += 1
                 continue
@@ -247,7 +278,7 @@ class _Chooser:
 
     def _order(self, i: int) -> Order:
         given, known = self._given, self._report.known[i]
-        rate = float(self._next_use.per_s[i])
+        rate = float(self._worth.fetch_per_s[i])
         load_s = mean_load_s(float(self._link_s[i]), self._report.recent_wait_s)
         expected_s = given.now_s + min(1.0 / rate, HORIZONS_S[-1])
         return Order(
@@ -262,5 +293,5 @@ class _Chooser:
             # It must begin within its hold, and a link that is free needs no longer than a few loads to get to it.
             deadline_s=given.now_s + max(given.hold_s, 4.0 * load_s),
             hold_s=given.hold_s,
-            contributions=self._next_use.contributions(i),
+            contributions=self._outlook.parts,
         )

@@ -5,17 +5,19 @@
 | `prefetcher:{controller}:epoch` | counter of leaderships; the number is the leader's fence | a controller at its start | never |
 | `prefetcher:{controller}:fence` | fence of whoever wrote last; a lower one is refused | controller | never |
 | `prefetcher:{controller}:learned` | position in the stream and everything learned up to it, as safetensors | controller | never |
+| `prefetcher:{controller}:shadows` | every node's shadow caches at the same position, as safetensors | controller | never |
 | `prefetcher:{controller}:switch` | `Switch`: prefetching on or off | endpoint | never |
 | `prefetcher:{controller}:pins` | JSON list of model names that are pinned on every node | endpoint | never |
 | `prefetcher:{node/N}:fence` | fence of the plan below | controller | never |
 | `prefetcher:{node/N}:plan` | `core.types.Plan` of node N | controller | never |
+| `prefetcher:{node/N}:decides` | `Decides`: the expert that decides on node N, and what each would have cost | controller | never |
 | `prefetcher:{node/N}:report` | `NodeReport` of node N | agent | after `REPORT_EXPIRES_S` |
 | `prefetcher:{node/N}:totals` | what node N's ledger adds up to, with memory that is still held (`agent.orderbook`) | agent | never |
 | `prefetcher:{node/N}:orders` | list of `OrderRecord`, one for each change; the last `ORDERS_KEPT` | agent | by count |
 | `prefetcher:{node/N}:ledger` | `agent.orderbook.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
 | `prefetcher:{node/N}:machine` | `agent.orderbook.MachineState` of node N, written together with its ledger and totals | agent | never |
 
-The braces are hash tags: keys that are written together lie in one slot of a cluster. Records are JSON but for `learned`.
+The braces are hash tags: keys that are written together lie in one slot of a cluster. Records are JSON but for `learned` and `shadows`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from prefetcher.core.types import NodeName, Plan
 __all__ = [
     "ORDERS_KEPT",
     "REPORT_EXPIRES_S",
+    "Decides",
     "HeldWeights",
     "KnownWeights",
     "Memory",
@@ -46,6 +49,7 @@ __all__ = [
 EPOCH = "prefetcher:{controller}:epoch"
 FENCE = "prefetcher:{controller}:fence"
 LEARNED = "prefetcher:{controller}:learned"
+SHADOWS = "prefetcher:{controller}:shadows"
 SWITCH = "prefetcher:{controller}:switch"
 PINS = "prefetcher:{controller}:pins"
 
@@ -66,6 +70,19 @@ class Switch(msgspec.Struct, frozen=True):
     on: bool = True
     since_s: float = 0.0
     by: str = ""
+
+
+class Decides(msgspec.Struct, frozen=True):
+    """Which expert decides on a node as of `at_s`.
+
+    `costs_s`: what each expert's shadow cache cost lately, discounted seconds of waiting and of holding. `shadow_wait_s`: how long rows
+    would have waited so far with prefetching off.
+    """
+
+    expert: str
+    at_s: float
+    costs_s: dict[str, float]
+    shadow_wait_s: float
 
 
 class KnownWeights(msgspec.Struct, frozen=True):

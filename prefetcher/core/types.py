@@ -130,7 +130,8 @@ class DesiredWeights:
     """One line of a plan: what a byte of these weights saves, and the order for them if there is one.
 
     `index` is seconds of waiting that a held byte saves per second (DESIGN: h·C/s); it ranks victims, admits demand loads (bypass) and
-    is compared with the price. `rate_per_s` is the row rate. `pinned` weights are loaded, kept and never chosen as victims.
+    is compared with the price. `rate_per_s` is the row rate. `pinned` weights are loaded, kept and never chosen as victims. `shadow`:
+    whether the node would have them now without prefetching, as far as is known.
     """
 
     key: WeightsKey
@@ -138,6 +139,7 @@ class DesiredWeights:
     rate_per_s: float
     pinned: bool = False
     order: Order | None = None
+    shadow: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
