@@ -150,3 +150,27 @@ def test_records_in_the_store_can_be_read_back() -> None:
     issue(book)
     (record,) = book.take_changed()
     assert msgspec.json.decode(records.encode(record), type=records.OrderRecord) == record
+
+
+def test_every_total_is_in_the_reference_and_can_be_shown() -> None:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    import prefetcher
+    from prefetcher.api.status_view import render
+
+    page = (Path(prefetcher.__file__).parent / "docs" / "http.md").read_text()
+    book = OrderBook()
+    tell(book, facts.RowSeen(KEY.model, 0.0, Found.ABSENT), facts.RowServed(KEY.model, 0.0, Found.ABSENT, 2.5, bypass=True))
+    decision_id = issue(book)
+    tell(book, facts.OrderBegan(decision_id, 1.0), facts.OrderReady(decision_id, 2.0), facts.OrderUsed(decision_id, 3.0))
+    totals = book.totals([], Arm.TREATED)
+    assert [name for name in totals if f"`{name}`" not in page] == []
+    memory = {"taken_bytes": 0, "budget_bytes": 1, "warning": ""}
+    node = {"node": "n", "memory": memory, "link_bytes_per_s": 1.0, "busy_ratio": 0.0, "held": [], "problems": []}
+    status = {"node": node, "totals": totals, "orders": [], "prefetching": True, "observe": False, "now_s": 0.0, "problems": []}
+    console = Console(width=300)
+    with console.capture() as shown:
+        console.print(render(status))
+    assert "1 requests, 1 cold starts, 1 served from disk, 2.5 s waited; prefetches: 1 timely (100% used)" in shown.get()

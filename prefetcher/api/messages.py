@@ -20,18 +20,12 @@ class RequestRecord(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid",
-        json_schema_extra={
-            "examples": [{"model": "llama-8b", "ts": 1767225600.25, "user": "u-17", "request_id": "5f1c"}]
-        },
+        json_schema_extra={"examples": [{"model": "llama-8b", "ts": 1767225600.25, "user": "u-17", "request_id": "5f1c"}]},
     )
 
     model: Name = Field(description="the served model's name")
-    ts: float | None = Field(
-        default=None, ge=_EARLIEST_S, allow_inf_nan=False, description="seconds since 1970 UTC; now where absent"
-    )
-    count: int = Field(
-        default=1, ge=1, le=1_000_000_000, description="arrivals that the row stands for; a feature only"
-    )
+    ts: float | None = Field(default=None, ge=_EARLIEST_S, allow_inf_nan=False, description="seconds since 1970 UTC; now where absent")
+    count: int = Field(default=1, ge=1, le=1_000_000_000, description="arrivals that the row stands for; a feature only")
     user: Name | None = Field(default=None, description="who asked, as any stable string")
     node: Name | None = Field(default=None, description="the node that served it")
     version: Name | None = Field(default=None, description="the version of the model")
@@ -85,7 +79,10 @@ class StatusAnswer(BaseModel):
     """The node's report, what prefetches earned and wasted, and the last orders."""
 
     node: dict[str, Any]
-    totals: dict[str, Any]
+    totals: dict[str, Any] = Field(
+        description="as `/v1/report` gives them; empty before the first",
+        examples=[{"rows": 12, "cold_starts": 2, "cold_seconds": 3.5, "outcomes": {"timely": 1}, "idle_byte_seconds": 1.2e12}],
+    )
     orders: list[dict[str, Any]]
     prefetching: bool
     observe: bool

@@ -84,9 +84,7 @@ class Service:
         """The node's own report. Raises UnavailableError while there is none."""
         raw = self._state.read(records.node_key(self._node, "report"))
         if raw is None:
-            raise UnavailableError(
-                f"node {self._node} has not reported for {records.REPORT_EXPIRES_S:.0f} s", retry_after_s=1.0
-            )
+            raise UnavailableError(f"node {self._node} has not reported for {records.REPORT_EXPIRES_S:.0f} s", retry_after_s=1.0)
         return records.decode_report(raw)
 
     def switched_on(self) -> bool:
@@ -94,7 +92,7 @@ class Service:
         return raw is None or msgspec.json.decode(raw, type=records.Switch).on
 
     def totals(self) -> dict[str, Any]:
-        """What the ledger adds up for the node; empty before its first report."""
+        """What the node's ledger adds up to (`docs/http.md` names the fields); empty before it was written first."""
         raw = self._state.read(records.node_key(self._node, "totals"))
         return {} if raw is None else msgspec.json.decode(raw, type=dict[str, Any])
 
@@ -113,9 +111,7 @@ class Service:
         """Does `act` to a model by hand. A pin holds across restarts and on every node."""
         known = {k.model for k in self.report().known}
         if model not in known:
-            raise ModelNotFoundError(
-                f"no model is called {model!r} on node {self._node}; `prefetcher status` lists them", model=model
-            )
+            raise ModelNotFoundError(f"no model is called {model!r} on node {self._node}; `prefetcher status` lists them", model=model)
         acted = self._by_hand.act(act, model)
         if acted.ok and act in ("pin", "unpin"):
             with self._pins_lock:

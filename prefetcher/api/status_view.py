@@ -83,10 +83,13 @@ def _earned(totals: dict[str, Any]) -> Text:
         return Text("nothing earned or wasted yet")
     gb_h = 3.6e12
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(totals["outcomes"].items())) or "none settled"
+    used = "" if totals["accuracy"] is None else f" ({totals['accuracy']:.0%} used)"
+    from_disk = f", {totals['bypassed']} served from disk" if totals["bypassed"] else ""
     return Text(
-        f"{totals['rows']} requests, {totals['cold_starts']} cold starts, {totals['cold_seconds']:.1f} s waited; prefetches: "
-        f"{outcomes}; earned {totals['saved_seconds']:.1f} s of loading ahead of use; "
-        f"idle {totals['idle_byte_seconds'] / gb_h:.3f} GB·h, wasted {totals['wasted_byte_seconds'] / gb_h:.3f} GB·h"
+        f"{totals['rows']} requests, {totals['cold_starts']} cold starts{from_disk}, {totals['cold_seconds']:.1f} s waited; prefetches: "
+        f"{outcomes}{used}; earned {totals['saved_seconds']:.1f} s of loading ahead of use; held "
+        f"{totals['held_byte_seconds'] / gb_h:.3f} GB·h, idle {totals['idle_byte_seconds'] / gb_h:.3f}, "
+        f"wasted {totals['wasted_byte_seconds'] / gb_h:.3f}"
     )
 
 

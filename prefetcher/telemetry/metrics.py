@@ -20,25 +20,15 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "prefetcher_requests_total", "Request rows taken in, by where from.", ["source"], registry=registry
-        )
+        self.requests = Counter("prefetcher_requests_total", "Request rows taken in, by where from.", ["source"], registry=registry)
         self.bad_requests = Counter(
             "prefetcher_bad_requests_total", "Request rows refused or skipped.", ["source", "reason"], registry=registry
         )
-        self.plans = Counter(
-            "prefetcher_plans_total", "Plans written, by what asked for them.", ["trigger"], registry=registry
-        )
-        self.plan_time = Histogram(
-            "prefetcher_plan_seconds", "Time to make and write one plan.", registry=registry, buckets=_PLAN_BUCKETS
-        )
+        self.plans = Counter("prefetcher_plans_total", "Plans written, by what asked for them.", ["trigger"], registry=registry)
+        self.plan_time = Histogram("prefetcher_plan_seconds", "Time to make and write one plan.", registry=registry, buckets=_PLAN_BUCKETS)
         self.orders = Counter("prefetcher_orders_total", "Prefetches decided.", ["cause", "arm"], registry=registry)
-        self.skipped = Counter(
-            "prefetcher_skipped_total", "What was not done, and why.", ["what", "reason"], registry=registry
-        )
-        self.outcomes = Counter(
-            "prefetcher_outcomes_total", "What became of prefetches.", ["outcome"], registry=registry
-        )
+        self.skipped = Counter("prefetcher_skipped_total", "What was not done, and why.", ["what", "reason"], registry=registry)
+        self.outcomes = Counter("prefetcher_outcomes_total", "What became of prefetches.", ["outcome"], registry=registry)
         self.loads = Counter("prefetcher_loads_total", "Loads ended.", ["cause", "result"], registry=registry)
         self.load_time = Histogram(
             "prefetcher_load_seconds",
@@ -55,17 +45,19 @@ class Metrics:
         )
         self.waits = Histogram(
             "prefetcher_wait_seconds",
-            "Wait of a request or open until weights were there.",
+            "Wait of a request until its weights were there.",
             registry=registry,
             buckets=_WAIT_BUCKETS,
         )
         self.host = Gauge("prefetcher_host_bytes", "Host memory for weights, by use.", ["use"], registry=registry)
         self.idle = Gauge(
-            "prefetcher_idle_byte_seconds", "Bytes held times the time since their last use, so far.", registry=registry
+            "prefetcher_idle_byte_seconds",
+            "Bytes held times the time since their last use, what is still held included.",
+            registry=registry,
         )
         self.wasted = Gauge(
             "prefetcher_wasted_byte_seconds",
-            "The part of it that belongs to prefetches never used, so far.",
+            "The part of it that belongs to prefetches never used.",
             registry=registry,
         )
         self.fallbacks = Counter(
@@ -74,9 +66,7 @@ class Metrics:
             ["predictor", "reason"],
             registry=registry,
         )
-        self.lag = Gauge(
-            "prefetcher_stream_lag_bytes", "Request log written and not yet learned from.", registry=registry
-        )
+        self.lag = Gauge("prefetcher_stream_lag_bytes", "Request log written and not yet learned from.", registry=registry)
         self.snapshots = Counter("prefetcher_snapshots_total", "Snapshots of what was learned.", registry=registry)
         self.prefetching = Gauge("prefetcher_prefetching", "1 while prefetching is on.", registry=registry)
         self.locked = Gauge("prefetcher_host_locked", "1 while the host tier is locked in memory.", registry=registry)
