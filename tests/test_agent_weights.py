@@ -11,23 +11,22 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save, save_file
+from safetensors.numpy import save
+from weights_kit import MB, OneModelAgent, eventually, expected, fill, make_model, serving
 
 import prefetcher
+from prefetcher.agent import hostfolder
 from prefetcher.agent.client import ask
-from prefetcher.agent.disk import DiskTier
 from prefetcher.agent.headers import parse_header
 from prefetcher.agent.hostmem import HostArena
-from prefetcher.agent.lease_server import Grant, GrantedFile, Holder, LeaseServer
+from prefetcher.agent.lease_server import LeaseServer
 from prefetcher.agent.loader import LoadCancelledError, LoadControl, load
 from prefetcher.agent.manifest import MANIFEST_NAME, ModelSource, read_manifest, scan_models_folder, write_manifests
 from prefetcher.clock import SystemClock
@@ -45,22 +44,6 @@ from prefetcher.errors import (
     UsageError,
 )
 
-MB = 1 << 20
-
-
-def make_model(folder: Path, megabytes: int = 40, shards: int = 2, seed: int = 0) -> Path:
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(seed)
-    for shard in range(shards):
-        rows = megabytes * MB // shards // 4096
-        tensors = {
-            f"layer.{shard}.weight": rng.random((rows, 1024), dtype=np.float32)[:, :].copy(),
-            f"layer.{shard}.bias": rng.integers(0, 9, 3, dtype=np.int64),
-            f"layer.{shard}.empty": np.zeros((0, 4), np.float16),
-        }
-        save_file(tensors, folder / f"model-{shard}.safetensors")
-    return folder
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> ModelSource:
@@ -69,81 +52,17 @@ def model(tmp_path: Path) -> ModelSource:
     return scan_models_folder(tmp_path / "models").source("llama")
 
 
-@pytest.fixture(params=["private", "given"])
-def arena(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HostArena]:
-    folder = None if request.param == "private" else Path(f"/dev/shm/prefetcher-test-{os.getpid()}")
+@pytest.fixture(params=["private", "given", "memfd"])
+def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostArena]:
+    folder = Path(f"/dev/shm/prefetcher-test-{os.getpid()}") if request.param == "given" else None
+    if request.param == "memfd":
+        monkeypatch.setattr(hostfolder, "choose", lambda *_: hostfolder.HostFolder("memfd"))
     arena = HostArena(256 * MB, folder=folder, name=f"test-{os.getpid()}")
     yield arena
     arena.close()
     if folder:
         (folder / ".lock").unlink()
         folder.rmdir()
-
-
-def fill(arena: HostArena, source: ModelSource, **options: object):
-    copy = arena.begin(source.manifest)
-    try:
-        result = load(source.manifest, source.folder, arena, copy, clock=SystemClock(), **options)  # type: ignore[arg-type]
-    except BaseException:
-        arena.evict(copy)
-        raise
-    arena.publish(copy)
-    return copy, result
-
-
-class OneModelAgent:
-    """The least that a lease port can be: everything is granted, from host memory when it is there, else from disk."""
-
-    def __init__(self, arena: HostArena, source: ModelSource) -> None:
-        self.arena, self.source, self.disk = arena, source, DiskTier()
-        self.held: dict[str, int] = {}
-        self.released: list[str] = []
-        self.hang = False
-        self.asked = threading.Event()
-
-    def acquire(self, holder: Holder, model: str, version: str, timeout_s: float, gone: threading.Event) -> Grant:
-        if model != self.source.manifest.model:
-            raise ModelNotFoundError(f"no {model}", model=model)
-        if self.hang:
-            self.asked.set()
-            gone.wait(30)
-            raise UnavailableError("gave up")
-        copy = self.arena.copy(self.source.key)
-        fds = self.arena.descriptors(copy) if copy else self.disk.open_verified(self.source)
-        self.held[holder.name] = holder.pid
-        files = [GrantedFile(fd, f.path, f.bytes) for fd, f in zip(fds, self.source.manifest.files, strict=True)]
-        return Grant(self.source.key, "host" if copy else "disk", files, "ready" if copy else "absent", 0.0)
-
-    def release(self, holder: Holder) -> None:
-        self.held.pop(holder.name, None)
-        self.released.append(holder.name)
-
-    def control(self, verb: str, model: str, version: str) -> msgspec.Struct | None:
-        if verb == "pin":
-            raise NoRoomError("no room for that", retry_after_s=7.0)
-        return None
-
-
-@contextlib.contextmanager
-def serving(agent: OneModelAgent, tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "run" / "agent.sock"
-    server = LeaseServer(path, agent)
-    server.start()
-    try:
-        yield path
-    finally:
-        server.stop()
-
-
-def eventually(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not come true"
-        time.sleep(0.01)
-
-
-def expected(source: ModelSource) -> dict[str, np.ndarray]:
-    return {k: v for f in source.manifest.files for k, v in load_file(source.folder / f.path).items()}
 
 
 # --- the whole way ---
@@ -311,10 +230,7 @@ def test_a_paused_load_stops_at_a_boundary_and_resumes_right(tmp_path):
     runner.join(30)
     assert seen[-1] == source.manifest.bytes
     arena.publish(copy)
-    assert (
-        bytes(np.fromfile(f"/proc/self/fd/{copy.files[0].fd}", np.uint8))
-        == (source.folder / "model-0.safetensors").read_bytes()
-    )
+    assert bytes(np.fromfile(f"/proc/self/fd/{copy.files[0].fd}", np.uint8)) == (source.folder / "model-0.safetensors").read_bytes()
     arena.close()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -24,7 +23,7 @@ import msgspec
 from prefetcher.agent import protocol
 from prefetcher.agent.headers import TensorSpec, read_header
 from prefetcher.agent.protocol import Acquire, Connection, Control, Descriptors, Failed, Granted, Release, Reply, Verb
-from prefetcher.errors import PrefetcherError, UnavailableError, UsageError
+from prefetcher.errors import NoRoomError, UnavailableError, UsageError
 
 __all__ = ["OpenModel", "ask", "open_model"]
 
@@ -68,13 +67,12 @@ class OpenModel(Mapping[str, Any]):
     both frameworks.
     """
 
-    def __init__(
-        self, connection: Connection, grant: Granted, fds: list[int], framework: Literal["numpy", "torch"]
-    ) -> None:
+    def __init__(self, connection: Connection, grant: Granted, fds: list[int], framework: Literal["numpy", "torch"]) -> None:
         self.model, self.version, self.source = grant.model, grant.version, grant.source
         self.found, self.wait_s, self.framework = grant.found, grant.wait_s, framework
         self.bytes = sum(f.bytes for f in grant.files)
         self._lease = grant.id
+        self._process = os.getpid()
         self._connection: Connection | None = connection
         self._maps: list[mmap.mmap] = []
         self._specs: dict[str, tuple[int, TensorSpec]] = {}
@@ -87,7 +85,11 @@ class OpenModel(Mapping[str, Any]):
             part = str(PurePosixPath(file.path).parent)
             for spec in read_header(fd, what=f"{grant.model}: {file.path}").tensors:
                 self._specs[spec.name if part == "." else f"{part}/{spec.name}"] = (number, spec)
-            self._maps.append(mmap.mmap(fd, file.bytes, flags=flags, prot=prot))
+            try:
+                self._maps.append(mmap.mmap(fd, file.bytes, flags=flags, prot=prot))
+            except OSError as exc:
+                limit = "raise its limit of address space (`ulimit -v`) or of mappings (vm.max_map_count)"
+                raise NoRoomError(f"this process can't map {grant.model} ({exc.strerror}); {limit}") from exc
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -112,9 +114,7 @@ class OpenModel(Mapping[str, Any]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
@@ -126,6 +126,9 @@ class OpenModel(Mapping[str, Any]):
             return
         # Never mapping.close(): torch keeps the mapping but not its buffer, and would read unmapped memory.
         self._maps.clear()
+        if os.getpid() != self._process:  # a fork's copy: the lease is the parent's to give back
+            connection.close()
+            return
         try:
             connection.sock.settimeout(5)
             connection.send(Release(self._lease + 1, self._lease))
@@ -174,25 +177,13 @@ def _torch_view(buffer: mmap.mmap, spec: TensorSpec) -> Any:
     return torch.frombuffer(buffer, dtype=dtype, count=count, offset=spec.start).reshape(shape)
 
 
-def _connect(where: str | Path | None, timeout_s: float) -> Connection:
-    path = protocol.socket_path(where)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(timeout_s)
-    try:
-        sock.connect(str(path))
-    except OSError as exc:
-        sock.close()
-        raise UnavailableError(f"the agent at {path} does not answer; start one with `prefetcher up`") from exc
-    return Connection(sock)
-
-
 def _expect(connection: Connection, what: str) -> protocol.Message:
     try:
         message = connection.receive()
     except TimeoutError as exc:
         raise UnavailableError(f"the agent did not answer in time: {what}; try again or wait longer") from exc
     except (OSError, msgspec.MsgspecError) as exc:
-        raise UnavailableError(f"the agent's answer is no answer: {what} ({exc})") from exc
+        raise UnavailableError(f"the agent's answer can't be read: {what} ({exc})") from exc
     if message is None:
         raise UnavailableError(f"the agent ended the connection: {what}")
     if isinstance(message, Failed):
@@ -220,7 +211,7 @@ def open_model(
     if not 0 <= timeout_s < 1e7:
         raise UsageError(f"timeout_s={timeout_s} is no number of seconds to wait; give 0 or more")
     what = f"opening {name!r}"
-    connection = _connect(socket_path, timeout_s)
+    connection = protocol.connect(socket_path, timeout_s)
     fds: list[int] = []
     try:
         connection.send(Acquire(1, name, version, timeout_s))
@@ -235,26 +226,25 @@ def open_model(
                 raise UnavailableError(f"the agent's answer is no answer: {what}")
             fds += connection.take_fds(part.count)
         return OpenModel(connection, grant, fds, framework)
-    except BaseException as exc:
+    except (OSError, msgspec.MsgspecError) as exc:
         connection.close()
-        if isinstance(exc, OSError) and not isinstance(exc, PrefetcherError):
-            raise UnavailableError(f"the agent went away: {what} ({exc})") from exc
+        raise UnavailableError(f"the agent went away: {what} ({exc})") from exc
+    except BaseException:
+        connection.close()
         raise
     finally:
         for fd in fds:
             os.close(fd)
 
 
-def ask(
-    verb: Verb, model: str = "", *, version: str = "", timeout_s: float = 30.0, socket_path: str | Path | None = None
-) -> bytes:
+def ask(verb: Verb, model: str = "", *, version: str = "", timeout_s: float = 30.0, socket_path: str | Path | None = None) -> bytes:
     """Sends a control verb to this node's agent and returns its answer, JSON.
 
     Raises:
         UnavailableError: no agent answers.
         PrefetcherError: as the agent says.
     """
-    connection = _connect(socket_path, timeout_s)
+    connection = protocol.connect(socket_path, timeout_s)
     try:
         connection.send(Control(1, verb, model, version))
         reply = _expect(connection, verb)

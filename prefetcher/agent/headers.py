@@ -96,9 +96,7 @@ def _spec(name: str, entry: Any, data_start: int, what: str) -> TensorSpec:
     bits = prod(shape) * DTYPE_BITS[dtype]
     begin, end = offsets
     if bits % 8 or end - begin != bits // 8:
-        raise UnsafeFormatError(
-            f"{what}: tensor {name!r} of {dtype} {shape} needs {bits / 8:g} bytes, its offsets span {end - begin}"
-        )
+        raise UnsafeFormatError(f"{what}: tensor {name!r} of {dtype} {shape} needs {bits / 8:g} bytes, its offsets span {end - begin}")
     return TensorSpec(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
@@ -129,9 +127,7 @@ def parse_header(raw: bytes, file_bytes: int, *, what: str) -> Header:
             raise UnsafeFormatError(f"{what}: tensor {spec.name!r} {kind} (at {spec.start}, expected {position})")
         position = spec.end
     if position > file_bytes:
-        raise IntegrityError(
-            f"{what}: truncated, its header promises {position} bytes and {file_bytes} are there; fetch it again"
-        )
+        raise IntegrityError(f"{what}: truncated, its header promises {position} bytes and {file_bytes} are there; fetch it again")
     if position < file_bytes:
         raise UnsafeFormatError(f"{what}: {file_bytes - position} bytes belong to no tensor; fetch the file again")
     return Header(tuple(specs), data_start)
@@ -155,13 +151,9 @@ def read_header(fd: int, *, what: str) -> Header:
         # Asked only here: a sound header of 640 bytes begins like a pickle.
         if start[:2] == b"PK" or (start[:1] == b"\x80" and 2 <= start[1] <= 5):
             raise UnsafeFormatError(f"{what}: a pickle under another name; {_CONVERT}")
-        raise UnsafeFormatError(
-            f"{what}: not safetensors (a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed)"
-        )
+        raise UnsafeFormatError(f"{what}: not safetensors (a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed)")
     if 8 + length > size:
-        raise IntegrityError(
-            f"{what}: truncated, its header alone is {length} bytes and the file has {size}; fetch it again"
-        )
+        raise IntegrityError(f"{what}: truncated, its header alone is {length} bytes and the file has {size}; fetch it again")
     return parse_header(start + os.pread(fd, length, 8), size, what=what)
 
 

@@ -18,12 +18,13 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from prefetcher.errors import BudgetError, LockLimitError, UsageError
 
-__all__ = ["OWN_MOUNT", "HostFolder", "LockPolicy", "check_budget", "check_lock", "choose", "lock", "populate"]
+__all__ = ["OWN_MOUNT", "HostFolder", "LockPolicy", "allow_files", "check_budget", "check_lock", "choose", "lock", "populate"]
 
 LockPolicy = Literal["auto", "require", "off"]
 
@@ -33,6 +34,9 @@ OWN_MOUNT = Path("/run/prefetcher/host")
 _MADV_POPULATE_WRITE = 23
 _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 0x2, 0x4, 0x10
 _CAP_IPC_LOCK = 14
+_IN_MEMORY = frozenset({"tmpfs", "ramfs"})
+#: What this program calls the folders of copies, whole and half-loaded; all else in a folder is somebody else's.
+_OURS = re.compile(r"[0-9a-f]{24}|\.\d+\.loading")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -58,17 +62,39 @@ def _meminfo(name: str) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
+def _memory_limits() -> Iterator[int]:
+    """The machine's memory and the limits of the control groups around this process, as far as they can be read."""
+    yield _meminfo("MemTotal")
+    root = Path("/sys/fs/cgroup")
+    groups: list[tuple[Path, str]] = [(root, "memory.max"), (root / "memory", "memory.limit_in_bytes")]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in {"", "memory"}:
+                top, name = groups[1] if controllers else groups[0]
+                own = top / path.lstrip("/")
+                groups += [(group, name) for group in (own, *own.parents) if group.is_relative_to(top)]
+    for group, name in groups:
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+            yield int((group / name).read_text())
+
+
 def check_budget(budget_bytes: int) -> None:
-    """Raises BudgetError for a budget that is not positive or larger than the machine's memory."""
-    total = _meminfo("MemTotal")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            total = min(total, int(Path(path).read_text()))
+    """Raises BudgetError for a budget that is not positive or larger than the memory that this process may have."""
+    total = min(_memory_limits())
     if budget_bytes <= 0 or budget_bytes > total:
         raise BudgetError(
-            f"a host budget of {budget_bytes / 1e9:g} GB cannot be honoured: this machine has {total / 1e9:.1f} "
-            f"GB; give less"
+            f"a host budget of {budget_bytes / 1e9:g} GB cannot be honoured: this machine gives {total / 1e9:.1f} GB; "
+            f"give less with --host-bytes"
         )
+
+
+def allow_files() -> None:
+    """Raises this process's limit of open files as far as it may: every shard in memory is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _may_lock_anything() -> bool:
@@ -92,16 +118,18 @@ def check_lock(policy: LockPolicy, budget_bytes: int) -> str | None:
 
 
 class HostFolder:
-    """A folder of files by descriptor; `memfd` has no folder at all. `huge` says whether its pages are huge."""
+    """A folder of files by descriptor; `memfd` has no folder at all. `huge` says whether its pages are huge.
 
-    def __init__(
-        self, kind: str, fd: int = -1, *, made: Path | None = None, huge: bool = False, lock_fd: int = -1
-    ) -> None:
+    `view` is the same folder through a mount that can only be read, where there is one: what is opened there can't be written by anybody.
+    """
+
+    def __init__(self, kind: str, fd: int = -1, *, made: Path | None = None, huge: bool = False, lock_fd: int = -1, view: int = -1) -> None:
         self.kind = kind
         self.huge = huge
         self._fd = fd
         self._made = made
         self._lock_fd = lock_fd
+        self._view = view
 
     def make(self, name: str) -> None:
         if self._fd >= 0:
@@ -109,9 +137,20 @@ class HostFolder:
 
     def create(self, folder: str, name: str) -> int:
         """A new empty file, open for reading and writing."""
-        if self._fd < 0:
-            return os.memfd_create(f"prefetcher-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        return os.open(f"{folder}/{name}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        if self._fd >= 0:
+            return os.open(f"{folder}/{name}", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+        first = os.memfd_create(f"prefetcher-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # The first descriptor of a memory file is not counted as a writer, so that no write lease would ever be granted on it.
+            return os.open(f"/proc/self/fd/{first}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(first)
+
+    def open_for_client(self, fd: int, folder: str, name: str) -> int:
+        """A descriptor of the file `fd` that can only be read."""
+        if self._view >= 0:
+            return os.open(f"{folder}/{name}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._view)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def reopen(self, folder: str, name: str) -> int:
         path = f"{folder}/{name}"
@@ -135,11 +174,11 @@ class HostFolder:
             shutil.rmtree(name, ignore_errors=True, dir_fd=self._fd)
 
     def leftovers(self) -> list[str]:
-        """Names that an earlier agent left here."""
-        return sorted(n for n in os.listdir(self._fd) if n != ".lock") if self._fd >= 0 else []
+        """Names of copies that an earlier agent left here. Whatever else lies here is left alone."""
+        return sorted(n for n in os.listdir(self._fd) if _OURS.fullmatch(n)) if self._fd >= 0 else []
 
     def close(self) -> None:
-        for fd in (self._fd, self._lock_fd):
+        for fd in (self._view, self._fd, self._lock_fd):
             if fd >= 0:
                 os.close(fd)
         if self._made is not None:
@@ -164,13 +203,20 @@ def _own(path: Path, kind: str, *, remove_at_close: bool) -> HostFolder:
     return HostFolder(kind, fd, made=path if remove_at_close else None, huge=_is_huge(path), lock_fd=lock_fd)
 
 
-def _is_huge(path: Path) -> bool:
+def _mount_of(path: Path) -> tuple[str, str]:
+    """The kind of filesystem that a path is on, and its mount options."""
     real = os.path.realpath(path)
-    best, options = "", ""
+    best, found = "", ("", "")
     for line in Path("/proc/self/mounts").read_text().splitlines():
-        _, point, _, opts, *_ = line.split()
+        _, point, kind, options, *_ = line.split()
+        point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point)
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-            best, options = point, opts
+            best, found = point, (kind, options)
+    return found
+
+
+def _is_huge(path: Path) -> bool:
+    options = _mount_of(path)[1]
     return "huge=always" in options or "huge=within_size" in options
 
 
@@ -201,14 +247,20 @@ if fd < 0:
     fd = mount()
     if fd < 0:
         sys.exit(1)
-socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], [fd])
+fds = [fd]
+view = libc.syscall(ctypes.c_long(428), fd, b"", ctypes.c_uint(0x1000 | 1 | os.O_CLOEXEC))
+only_read = (ctypes.c_uint64 * 4)(1, 0, 0, 0)
+if view >= 0 and not libc.syscall(ctypes.c_long(442), view, b"", ctypes.c_uint(0x1000), only_read, ctypes.c_size_t(32)):
+    fds.append(view)
+socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], fds)
 """
 
 
 def _private(budget_bytes: int) -> HostFolder | None:
     """A tmpfs with huge pages reached only by its descriptor (fsopen, fsmount), or None where that is not allowed.
 
-    A small process of its own makes it: only one without threads may enter a user namespace.
+    Where the kernel can copy such a mount (open_tree), clients get their files from a copy that can only be read. A small process of its
+    own makes it: only one without threads may enter a user namespace.
     """
     if not _huge_pages_work():
         return None
@@ -222,15 +274,16 @@ def _private(budget_bytes: int) -> HostFolder | None:
         except (OSError, subprocess.SubprocessError):
             return None
         ours.settimeout(5)
-        _, fds, _, _ = socket.recv_fds(ours, 1, 1)
-    if not fds:
-        return None
+        _, fds, _, _ = socket.recv_fds(ours, 1, 2)
     # What fsmount gives is a mere place (O_PATH), which can't be listed.
     try:
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fds[0])
+        opened = [os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd) for fd in fds]
     finally:
-        os.close(fds[0])
-    return HostFolder("private", fd, huge=True)
+        for fd in fds:
+            os.close(fd)
+    if not opened:
+        return None
+    return HostFolder("private", opened[0], huge=True, view=opened[1] if len(opened) > 1 else -1)
 
 
 def _huge_pages_work() -> bool:
@@ -245,17 +298,23 @@ def choose(budget_bytes: int, given: Path | None, name: str) -> HostFolder:
     """The first place that serves. `name` keeps several agents of one user apart in /dev/shm.
 
     Raises:
-        UsageError: the given folder can't be used.
+        UsageError: the given folder can't be used, or is not in memory.
         BudgetError: the given folder's filesystem is smaller than the budget.
     """
     if given is not None:
         try:
+            there = next(path for path in (given.absolute(), *given.absolute().parents) if path.exists())
+            kind = _mount_of(there)[0]
+            if kind not in _IN_MEMORY:
+                raise UsageError(f"{given} is on {kind}, not in memory; name a folder on a tmpfs with --host-dir, or none")
+            if not _fits(there, budget_bytes):
+                raise BudgetError(
+                    f"{given} has no {budget_bytes / 1e9:g} GB; give less with --host-bytes, or another folder with --host-dir"
+                )
             given.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _fits(given, budget_bytes):
-                return _own(given, "given", remove_at_close=False)
+            return _own(given, "given", remove_at_close=False)
         except OSError as exc:
-            raise UsageError(f"{given} cannot hold the host tier ({exc.strerror}); name another folder") from exc
-        raise BudgetError(f"{given} has no {budget_bytes / 1e9:g} GB; give a smaller budget or another folder")
+            raise UsageError(f"{given} cannot hold the host tier ({exc.strerror}); name another folder with --host-dir") from exc
     if OWN_MOUNT.is_mount() and os.access(OWN_MOUNT, os.W_OK) and _fits(OWN_MOUNT, budget_bytes):
         return _own(OWN_MOUNT, "mount", remove_at_close=False)
     private = _private(budget_bytes)

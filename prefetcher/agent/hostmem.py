@@ -11,6 +11,7 @@ ours (fcntl F_SETLEASE) is granted exactly when they are gone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import mmap
@@ -22,8 +23,9 @@ from pathlib import Path
 from typing import Literal
 
 from prefetcher.agent import hostfolder
+from prefetcher.agent.files import BLOCK_BYTES, block_digest
 from prefetcher.agent.hostfolder import HostFolder, LockPolicy
-from prefetcher.agent.manifest import BLOCK_BYTES, FileEntry, Manifest, ModelSource, block_digest
+from prefetcher.agent.manifest import FileEntry, Manifest, ModelSource
 from prefetcher.core.types import ModelName, WeightsKey
 from prefetcher.errors import NoRoomError
 
@@ -38,8 +40,12 @@ class HostFile:
     def __init__(self, entry: FileEntry, fd: int, *, huge_advice: bool) -> None:
         self.entry = entry
         self.fd = fd
-        os.ftruncate(fd, entry.bytes)
-        self.map = mmap.mmap(fd, entry.bytes)
+        try:
+            os.ftruncate(fd, entry.bytes)
+            self.map = mmap.mmap(fd, entry.bytes)
+        except OSError:
+            os.close(fd)
+            raise
         self.view = memoryview(self.map)
         self.locked = False
         if huge_advice:
@@ -60,7 +66,7 @@ class HostFile:
         except BlockingIOError:
             return True
         except OSError:
-            return False  # no leases here (a seal on a memfd): the lease server's own counts must do
+            return False  # a filesystem without leases: the machine's own count of holders must do
         fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return False
 
@@ -102,6 +108,10 @@ class ArenaUsage:
         return self.loading_bytes + self.published_bytes + self.lingering_bytes
 
 
+def _file_name(index: int) -> str:
+    return f"{index:05d}.safetensors"
+
+
 def _copy_name(key: WeightsKey) -> str:
     return hashlib.sha256(f"{key.model}\0{key.version}".encode()).hexdigest()[:24]
 
@@ -109,16 +119,15 @@ def _copy_name(key: WeightsKey) -> str:
 class HostArena:
     """The host tier of one node, `budget_bytes` of it. Safe to call from several threads.
 
-    Raises (on opening):
-        BudgetError: the budget is larger than the machine; nothing was created.
+    Raises (on opening, when nothing was created):
+        BudgetError: the budget is larger than the machine or the given folder.
         LockLimitError: `lock` is `require` and the limit of locked memory is below the budget.
-        UsageError: another agent has the folder.
+        UsageError: another agent has the folder, or it can't be used.
     """
 
-    def __init__(
-        self, budget_bytes: int, *, folder: Path | None = None, lock: LockPolicy = "auto", name: str = "agent"
-    ) -> None:
+    def __init__(self, budget_bytes: int, *, folder: Path | None = None, lock: LockPolicy = "auto", name: str = "agent") -> None:
         hostfolder.check_budget(budget_bytes)
+        hostfolder.allow_files()
         self.lock_warning = hostfolder.check_lock(lock, budget_bytes)
         self.budget_bytes = budget_bytes
         self._locking = lock != "off" and self.lock_warning is None
@@ -168,19 +177,19 @@ class HostArena:
             taken = sum(c.bytes for c in self._copies.values()) + sum(c.bytes for c in self._lingering)
             if taken + manifest.bytes > self.budget_bytes:
                 raise NoRoomError(
-                    f"{manifest.model} needs {manifest.bytes} bytes of host memory, {self.budget_bytes - taken} "
-                    f"are free; evict first"
+                    f"{manifest.model} needs {manifest.bytes} bytes of host memory, {self.budget_bytes - taken} are free; evict first"
                 )
             self._serial += 1
             copy = HostCopy(manifest, [], f".{self._serial}.loading")
             try:
                 self._folder.make(copy.name)
                 for index, entry in enumerate(manifest.files):
-                    fd = self._folder.create(copy.name, f"{index:05d}.safetensors")
+                    fd = self._folder.create(copy.name, _file_name(index))
                     copy.files.append(HostFile(entry, fd, huge_advice=self._folder.kind == "memfd"))
             except OSError as exc:
                 self._drop(copy)
-                raise NoRoomError(f"{manifest.model}: host memory cannot be taken ({exc.strerror}); free some") from exc
+                what = "raise `ulimit -n`" if exc.errno in {errno.EMFILE, errno.ENFILE} else "free some"
+                raise NoRoomError(f"{manifest.model}: host memory cannot be taken ({exc.strerror}); {what}") from exc
             self._copies[manifest.key] = copy
             return copy
 
@@ -230,11 +239,12 @@ class HostArena:
             if copy.state != "published":
                 raise NoRoomError(f"{copy.manifest.model} just left host memory; open it again")
             try:
-                fds.extend(os.open(f"/proc/self/fd/{f.fd}", os.O_RDONLY | os.O_CLOEXEC) for f in copy.files)
-            except OSError:
+                for index, file in enumerate(copy.files):
+                    fds.append(self._folder.open_for_client(file.fd, copy.name, _file_name(index)))
+            except OSError as exc:
                 for fd in fds:
                     os.close(fd)
-                raise
+                raise NoRoomError(f"{copy.manifest.model}: the agent can't open its files ({exc.strerror}); raise `ulimit -n`") from exc
         return fds
 
     def evict(self, copy: HostCopy) -> int:
@@ -267,11 +277,7 @@ class HostArena:
         taken = 0
         for name in self._folder.leftovers():
             manifest = wanted.get(name)
-            copy = (
-                HostCopy(manifest, [], name)
-                if manifest is not None and taken + manifest.bytes <= self.budget_bytes
-                else None
-            )
+            copy = HostCopy(manifest, [], name) if manifest is not None and taken + manifest.bytes <= self.budget_bytes else None
             if copy is None or not self._reopen(copy):
                 self._folder.remove(name)
                 continue
@@ -284,7 +290,7 @@ class HostArena:
     def _reopen(self, copy: HostCopy) -> bool:
         try:
             for index, entry in enumerate(copy.manifest.files):
-                fd = self._folder.reopen(copy.name, f"{index:05d}.safetensors")
+                fd = self._folder.reopen(copy.name, _file_name(index))
                 if os.fstat(fd).st_size != entry.bytes:
                     os.close(fd)
                     raise OSError("wrong size")

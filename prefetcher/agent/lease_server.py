@@ -32,9 +32,17 @@ from prefetcher.agent.protocol import (
     Verb,
 )
 from prefetcher.core.types import WeightsKey
-from prefetcher.errors import PrefetcherError, UsageError
+from prefetcher.errors import NoRoomError, PrefetcherError, UsageError
+from prefetcher.telemetry.logs import log
 
-__all__ = ["Grant", "GrantedFile", "Holder", "LeasePort", "LeaseServer"]
+__all__ = ["MAX_WAITING", "Grant", "GrantedFile", "Holder", "LeasePort", "LeaseServer"]
+
+#: Requests that may wait on one connection: each is a thread. A program that opens more at once uses more connections, as `prefetcher.open`
+#: does.
+MAX_WAITING = 64
+
+#: Where the process has no descriptor left, accepting again at once would only burn a core.
+_ACCEPT_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +99,14 @@ class LeasePort(Protocol):
 
 
 class LeaseServer:
-    """Listens at `path` (0600) from `start` to `stop`."""
+    """Listens at `path` (0600) from `start` to `stop`. A client that does not read its answer for `patience_s` seconds is hung up on."""
 
-    def __init__(self, path: Path, port: LeasePort) -> None:
+    def __init__(self, path: Path, port: LeasePort, *, patience_s: float = 30.0) -> None:
         self.path = path
-        self._port = port
+        self.port = port
+        self.patience_s = patience_s
         self._listener: socket.socket | None = None
+        self._stopping = threading.Event()
         self._guard = threading.Lock()
         self._connections: set[_Peer] = set()
         self._serial = 0
@@ -108,42 +118,47 @@ class LeaseServer:
             UsageError: another agent answers there, or the path can't be bound.
         """
         protocol.make_run_folder(self.path.parent)
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(self.path))
-            except OSError:
-                pass
-            else:
-                raise UsageError(f"another agent answers at {self.path}; stop it, or give this one another run folder")
-        self.path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         old = os.umask(0o177)
         try:
-            listener.bind(str(self.path))
+            with protocol.socket_address(self.path) as address:
+                if _answers(address):
+                    raise UsageError(f"another agent answers at {self.path}; stop it, or give this one another socket with --socket")
+                self.path.unlink(missing_ok=True)
+                listener.bind(address)
+            listener.listen(128)
         except OSError as exc:
             listener.close()
-            raise UsageError(
-                f"the socket {self.path} cannot be made ({exc}); name a shorter or another run folder"
-            ) from exc
+            raise UsageError(f"the socket {self.path} cannot be made ({exc.strerror}); name another one with --socket") from exc
+        except UsageError:
+            listener.close()
+            raise
         finally:
             os.umask(old)
-        listener.listen(128)
         self._listener = listener
         threading.Thread(target=self._accept, args=(listener,), name="leases", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
-        while True:
+        while not self._stopping.is_set():
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return
-            pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            except OSError as exc:
+                if not self._stopping.wait(_ACCEPT_AGAIN_S):
+                    log().warning("lease_socket_refuses", reason=str(exc), then="it tries again")
+                continue
+            pid, uid = protocol.peer_of(sock)
             if uid not in {os.getuid(), 0}:
                 sock.close()
                 continue
+            # Sending alone: a client may be silent for as long as it likes.
+            seconds = int(self.patience_s)
+            patience = struct.pack("ll", seconds, int((self.patience_s - seconds) * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
             peer = _Peer(self, Connection(sock), pid, uid)
             with self._guard:
                 self._connections.add(peer)
+            if self._stopping.is_set():
+                peer.hang_up()
             threading.Thread(target=peer.serve, name=f"lease-{pid}", daemon=True).start()
 
     def next_serial(self) -> int:
@@ -155,12 +170,9 @@ class LeaseServer:
         with self._guard:
             self._connections.discard(peer)
 
-    @property
-    def port(self) -> LeasePort:
-        return self._port
-
     def stop(self) -> None:
         """Closes the socket and every connection; their leases are released. Clients keep what they map."""
+        self._stopping.set()
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -172,6 +184,15 @@ class LeaseServer:
             peer.hang_up()
 
 
+def _answers(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address)
+        except OSError:
+            return False
+    return True
+
+
 class _Peer:
     """One connected process."""
 
@@ -181,6 +202,7 @@ class _Peer:
         self._guard = threading.Lock()
         #: By request id: the holder, once granted.
         self._leases: dict[int, Holder] = {}
+        self._waiting: set[int] = set()
         self._gone = threading.Event()
 
     def serve(self) -> None:
@@ -188,7 +210,7 @@ class _Peer:
             while (message := self._connection.receive()) is not None:
                 match message:
                     case Acquire():
-                        threading.Thread(target=self._acquire, args=(message,), name="acquire", daemon=True).start()
+                        self._begin(message)
                     case Release():
                         self._release(message)
                     case Control():
@@ -205,6 +227,7 @@ class _Peer:
             for holder in held:
                 self._server.port.release(holder)
             self._server.forget(self)
+            self.hang_up()  # ends a send that waits
             with self._sending:
                 self._connection.close()
 
@@ -213,19 +236,43 @@ class _Peer:
             self._connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _send(self, *messages: tuple[msgspec.Struct, list[int]]) -> None:
-        with self._sending, contextlib.suppress(OSError):
-            for message, fds in messages:
-                self._connection.send(message, fds)
+        """Sends all, or hangs up: after a part of a message nothing more can be said."""
+        with self._sending:
+            try:
+                for message, fds in messages:
+                    self._connection.send(message, fds)
+            except OSError:
+                self.hang_up()
+
+    def _begin(self, message: Acquire) -> None:
+        with self._guard:
+            taken = message.id in self._leases or message.id in self._waiting
+            full = len(self._waiting) >= MAX_WAITING
+            if not taken and not full:
+                self._waiting.add(message.id)
+        if taken or full:
+            why = f"the request id {message.id} is in use" if taken else f"{MAX_WAITING} requests wait on one connection already"
+            self._send((protocol.failed_of(message.id, NoRoomError(f"{why}; open another connection")), []))
+            return
+        threading.Thread(target=self._acquire, args=(message,), name="acquire", daemon=True).start()
 
     def _acquire(self, message: Acquire) -> None:
         port = self._server.port
         holder = Holder(f"{self._pid}:{self._server.next_serial()}", self._pid, self._uid)
         try:
             grant = port.acquire(holder, message.model, message.version, message.timeout_s, self._gone)
-        except PrefetcherError as exc:
+        except Exception as exc:  # noqa: BLE001 - without any answer the client would wait until its timeout
             port.release(holder)
+            if not isinstance(exc, PrefetcherError):
+                log().error("acquire_failed", model=message.model, reason=str(exc), exc_info=True)
             self._send((protocol.failed_of(message.id, exc), []))
-            return
+        else:
+            self._give(message, holder, grant)
+        finally:
+            with self._guard:
+                self._waiting.discard(message.id)
+
+    def _give(self, message: Acquire, holder: Holder, grant: Grant) -> None:
         fds = [f.fd for f in grant.files]
         try:
             with self._guard:
@@ -233,7 +280,7 @@ class _Peer:
                 if alive:
                     self._leases[message.id] = holder
             if not alive:
-                port.release(holder)
+                self._server.port.release(holder)
                 return
             files = tuple(FileGrant(f.path, f.bytes) for f in grant.files)
             key = grant.key

@@ -7,6 +7,8 @@ which load runs when is the residency machine's.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -14,8 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefetcher.agent.files import BLOCK_BYTES, block_digest, open_weights_file
 from prefetcher.agent.hostmem import HostArena, HostCopy
-from prefetcher.agent.manifest import BLOCK_BYTES, Manifest, block_digest, open_weights_file
+from prefetcher.agent.manifest import Manifest
 from prefetcher.clock import Clock
 from prefetcher.errors import IntegrityError, PrefetcherError
 
@@ -24,8 +27,9 @@ __all__ = ["PAUSE_BYTES", "THREADS", "LoadCancelledError", "LoadControl", "LoadR
 #: A load that is told to pause stops at the next multiple of this, as the replay's links do.
 PAUSE_BYTES = 64 << 20
 
-#: Measured on two cores: 2 threads leave the disk idle while they hash, 6 keep it busy, 8 gain nothing.
-THREADS = 6
+#: Measured on two cores: 2 threads leave the disk idle while they hash; 4 keep it busy as long as nothing else runs, 8 also beside four
+#: busy processes (1.05 of `cat`'s time against 1.28).
+THREADS = 8
 
 
 class LoadCancelledError(PrefetcherError):
@@ -33,27 +37,49 @@ class LoadCancelledError(PrefetcherError):
 
 
 class LoadControl:
-    """Pauses, resumes and cancels a load from another thread."""
+    """Pauses, resumes, slows and cancels a load from another thread.
 
-    def __init__(self) -> None:
+    `rate_bytes_per_s` caps what is read, in the machine's seconds; None reads as fast as the disk gives. Time that was paused earns no
+    burst.
+    """
+
+    def __init__(self, rate_bytes_per_s: float | None = None) -> None:
         self.changed = threading.Condition()
         self.paused = False
         self.cancelled = False
+        self.rate_bytes_per_s = rate_bytes_per_s
+        #: Ends the waits of a slowed load; replaced when it was used.
+        self.nudge = threading.Event()
 
     def pause(self) -> None:
-        self._set(paused=True)
+        with self.changed:
+            self.paused = True
+            self._tell()
 
     def resume(self) -> None:
-        self._set(paused=False)
+        with self.changed:
+            self.paused = False
+            self._tell()
 
     def cancel(self) -> None:
-        self._set(cancelled=True)
-
-    def _set(self, *, paused: bool | None = None, cancelled: bool | None = None) -> None:
         with self.changed:
-            self.paused = self.paused if paused is None else paused
-            self.cancelled = self.cancelled if cancelled is None else cancelled
-            self.changed.notify_all()
+            self.cancelled = True
+            self._tell()
+
+    def limit(self, rate_bytes_per_s: float | None) -> None:
+        """From now on another cap, or none."""
+        with self.changed:
+            self.rate_bytes_per_s = rate_bytes_per_s
+            self._tell()
+
+    def _tell(self) -> None:
+        self.nudge.set()
+        self.nudge = threading.Event()
+        self.changed.notify_all()
+
+
+#: O_DIRECT wants memory, places and lengths in multiples of this on any disk that is sold.
+_SECTOR_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +112,18 @@ class _Run:
         control: LoadControl,
         on_block: Callable[[int, int, int], None] | None,
         on_paused: Callable[[int], None] | None,
-        rate_bytes_per_s: float | None,
         clock: Clock,
     ) -> None:
         self.manifest, self.arena, self.target, self.control = manifest, arena, target, control
-        self.on_block, self.on_paused, self.rate, self.clock = on_block, on_paused, rate_bytes_per_s, clock
+        self.on_block, self.on_paused, self.clock = on_block, on_paused, clock
         self.started_s = clock.steady_s()
         self.error: BaseException | None = None
         self.next = 0
         self.running = 0
         self.done_bytes = 0
         self.paused_told = False
-        self.rated_bytes = 0
+        #: When the cap lets the next block begin.
+        self.free_at_s = self.started_s
         self.blocks: list[_Block] = []
         before = 0
         for number, entry in enumerate(manifest.files):
@@ -109,36 +135,40 @@ class _Run:
 
     def take(self) -> _Block | None:
         """The next block, once it may be read; None when there is none or the load ends."""
-        with self.control.changed:
-            while True:
-                if self.error is not None or self.next >= len(self.blocks):
+        while True:
+            with self.control.changed:
+                block = self._next()
+                if block is None:
                     return None
-                if self.control.cancelled:
-                    self.fail(LoadCancelledError(f"the load of {self.manifest.model} was cancelled"))
-                    return None
-                block = self.blocks[self.next]
-                boundary = self.next == 0 or (
-                    block.before // PAUSE_BYTES != self.blocks[self.next - 1].before // PAUSE_BYTES
-                )
-                if not (self.control.paused and boundary):
-                    break
-                if self.running == 0 and not self.paused_told:
-                    self.paused_told = True
-                    if self.on_paused:
-                        self.on_paused(self.done_bytes)
-                self.control.changed.wait()
-            self.paused_told = False
-            self.next += 1
-            self.running += 1
-            self.rated_bytes += block.end - block.start
-            due_s = self.rated_bytes / self.rate if self.rate else 0.0
-        self._wait_until(due_s)
-        return block
+                rate, nudge = self.control.rate_bytes_per_s, self.control.nudge
+                now_s = self.clock.steady_s()
+                if rate is None or self.free_at_s <= now_s:
+                    self.next += 1
+                    self.running += 1
+                    if rate is not None:
+                        self.free_at_s = now_s + (block.end - block.start) / rate * self.clock.speed
+                    return block
+                left_s = self.free_at_s - now_s
+            self.clock.wait(nudge, left_s)
 
-    def _wait_until(self, due_s: float) -> None:
-        left_s = self.started_s + due_s - self.clock.steady_s()
-        if due_s and left_s > 0:
-            self.clock.wait(threading.Event(), left_s)
+    def _next(self) -> _Block | None:
+        """The block that is next, after any pause. The caller has the lock, and takes it or not."""
+        while True:
+            if self.error is not None or self.next >= len(self.blocks):
+                return None
+            if self.control.cancelled:
+                self.fail(LoadCancelledError(f"the load of {self.manifest.model} was cancelled"))
+                return None
+            block = self.blocks[self.next]
+            boundary = self.next == 0 or block.before // PAUSE_BYTES != self.blocks[self.next - 1].before // PAUSE_BYTES
+            if not (self.control.paused and boundary):
+                self.paused_told = False
+                return block
+            if self.running == 0 and not self.paused_told:
+                self.paused_told = True
+                if self.on_paused:
+                    self.on_paused(self.done_bytes)
+            self.control.changed.wait()
 
     def fail(self, error: BaseException) -> None:
         self.error = self.error or error
@@ -164,41 +194,41 @@ class _Run:
 
     def read(self, block: _Block, fd: int, direct: bool) -> None:
         entry = self.manifest.files[block.file]
-        view = self.target.files[block.file].view
+        model, where = self.manifest.model, f"{self.manifest.model}: {entry.path}"
         self.arena.allocate(self.target, block.file, block.start, block.end)
         self.arena.prefault(self.target, block.file, block.start, block.end)
-        length = block.end - block.start
-        done = _fill(fd, view[block.start : block.end], block.start, direct)
-        if done != length:
-            raise IntegrityError(
-                f"{self.manifest.model}: {entry.path} ends at {block.start + done} bytes, expected "
-                f"{entry.bytes}; fetch it again",
-                model=self.manifest.model,
-            )
-        if block_digest(view[block.start : block.end]) != entry.blocks[block.index]:
-            raise IntegrityError(
-                f"{self.manifest.model}: {entry.path} differs from its manifest in bytes {block.start} to "
-                f"{block.end}; fetch it again",
-                model=self.manifest.model,
-            )
+        # Released at the end whatever happens: an error's traceback would keep the slice, and with it the mapping, from being closed.
+        with self.target.files[block.file].view[block.start : block.end] as view:
+            try:
+                done = _fill(fd, view, block.start, direct)
+            except OSError as exc:
+                raise IntegrityError(
+                    f"{where} cannot be read ({exc.strerror}); fetch it again, or look after the disk", model=model
+                ) from exc
+            if done != len(view):
+                raise IntegrityError(f"{where} ends at {block.start + done} bytes, expected {entry.bytes}; fetch it again", model=model)
+            if block_digest(view) != entry.blocks[block.index]:
+                raise IntegrityError(
+                    f"{where} differs from its manifest in bytes {block.start} to {block.end}; fetch it again", model=model
+                )
         if not direct:
-            os.posix_fadvise(fd, block.start, length, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, block.start, block.end - block.start, os.POSIX_FADV_DONTNEED)
 
 
 def _fill(fd: int, view: memoryview, offset: int, direct: bool) -> int:
     """Reads until `view` is full or the file ends; returns the bytes read."""
     done = 0
-    aligned = len(view) // 4096 * 4096 if direct else len(view)
+    aligned = len(view) // _SECTOR_BYTES * _SECTOR_BYTES if direct else len(view)
     while done < aligned:
         count = os.preadv(fd, [view[done:aligned]], offset + done)
         if count == 0:
             return done
         done += count
-        if direct and done % 4096:
+        if direct and done % _SECTOR_BYTES:
             return done  # the file ends here, earlier than it should
     if done < len(view):
         # The odd end of a file: O_DIRECT reads whole sectors only, so it passes through a page of its own.
-        with mmap.mmap(-1, 4096) as page:
+        with mmap.mmap(-1, _SECTOR_BYTES) as page:
             count = os.preadv(fd, [page], offset + done)
             count = min(count, len(view) - done)
             view[done : done + count] = page[:count]
@@ -213,22 +243,31 @@ def _sources(manifest: Manifest, folder: Path) -> Iterator[list[tuple[int, bool]
         fds: list[tuple[int, bool]] = []
         for entry in manifest.files:
             try:
-                fds.append(
-                    (
-                        stack.enter_context(open_weights_file(folder, entry.path, model=manifest.model, direct=True)),
-                        True,
-                    )
-                )
+                fd = stack.enter_context(open_weights_file(folder, entry.path, model=manifest.model, direct=True))
+                direct = _reads_directly(fd)
             except OSError:
-                fds.append((stack.enter_context(open_weights_file(folder, entry.path, model=manifest.model)), False))
-        for (fd, _), entry in zip(fds, manifest.files, strict=True):
+                fd, direct = stack.enter_context(open_weights_file(folder, entry.path, model=manifest.model)), False
             size = os.fstat(fd).st_size
             if size != entry.bytes:
                 raise IntegrityError(
                     f"{manifest.model}: {entry.path} has {size} bytes, the manifest says {entry.bytes}; fetch it again",
                     model=manifest.model,
                 )
+            fds.append((fd, direct))
         yield fds
+
+
+def _reads_directly(fd: int) -> bool:
+    """Whether O_DIRECT works on this file; where it doesn't, it is taken off. Some filesystems take the flag and then refuse 4 KiB."""
+    with mmap.mmap(-1, _SECTOR_BYTES) as page:
+        try:
+            os.preadv(fd, [page], 0)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                return True  # a bad place on the disk: said where the file is read
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            return False
+    return True
 
 
 def load(
@@ -242,7 +281,6 @@ def load(
     on_paused: Callable[[int], None] | None = None,
     control: LoadControl | None = None,
     threads: int = THREADS,
-    rate_bytes_per_s: float | None = None,
 ) -> LoadResult:
     """Fills `target` (from `arena.begin`) and returns when every byte is there and verified; publishing is left to the
     caller.
@@ -257,7 +295,7 @@ def load(
         NoRoomError: the machine's memory ran out.
         LoadCancelledError: `control.cancel()` was called.
     """
-    run = _Run(manifest, arena, target, control or LoadControl(), on_block, on_paused, rate_bytes_per_s, clock)
+    run = _Run(manifest, arena, target, control or LoadControl(), on_block, on_paused, clock)
     with _sources(manifest, source_folder) as fds:
         workers = [
             threading.Thread(target=run.work, args=(fds,), name=f"load-{i}", daemon=True)

@@ -9,39 +9,30 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import msgspec
-import xxhash
 
-from prefetcher.agent.headers import PICKLE_SUFFIXES, read_header, refuse_pickle
+from prefetcher.agent.files import BLOCK_BYTES, hash_file, open_weights_file, weight_paths, write_whole
+from prefetcher.agent.headers import read_header
 from prefetcher.core.types import ModelName, ModelVersion, WeightsKey
 from prefetcher.errors import IntegrityError, ManifestError, ModelNotFoundError, PrefetcherError, UnsafeFormatError
 
 __all__ = [
-    "BLOCK_BYTES",
     "MANIFEST_NAME",
     "Catalog",
     "FileEntry",
     "Manifest",
     "ModelSource",
-    "block_digest",
     "make_manifest",
-    "open_weights_file",
     "read_manifest",
     "scan_models_folder",
     "write_manifests",
 ]
 
 MANIFEST_NAME = "prefetcher.manifest.json"
-
-#: The unit of reading and of digests: large enough that a disk's queue stays full, small enough that a bad block costs
-#: little.
-BLOCK_BYTES = 16 << 20
 
 _FORMAT = 1
 _HEX = frozenset("0123456789abcdef")
@@ -107,98 +98,7 @@ class Catalog:
         if model in self.refused:
             raise self.refused[model]
         known = ", ".join(sorted(self.models)[:5]) or "none"
-        raise ModelNotFoundError(
-            f"model {model!r} is not in the models folder (there: {known}); check the name", model=model
-        )
-
-
-def block_digest(block: bytes | memoryview) -> str:
-    """The digest of one block, 32 hexadecimal digits. Large blocks are hashed without the interpreter's lock."""
-    return str(xxhash.xxh3_128_hexdigest(block))
-
-
-@contextmanager
-def open_weights_file(folder: Path, relative: str, *, model: str, direct: bool = False) -> Iterator[int]:
-    """A read-only descriptor of a regular file inside `folder`. `direct` asks for O_DIRECT and raises OSError where
-    there is none.
-
-    Raises:
-        ManifestError: the path, or a link on it, leads out of the folder, or is no regular file.
-        IntegrityError: the file is not there.
-    """
-    fd = _open_inside(folder, relative, model, os.O_DIRECT if direct else 0)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _open_inside(folder: Path, relative: str, model: str, flags: int) -> int:
-    pure = PurePosixPath(relative)
-    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in relative:
-        raise ManifestError(
-            f"model {model!r}: the path {relative!r} leads out of its folder; make the manifest again", model=model
-        )
-    real = Path(os.path.realpath(folder))
-    target = Path(os.path.realpath(real / pure))
-    if not target.is_relative_to(real):
-        raise ManifestError(
-            f"model {model!r}: {relative!r} is a link out of its folder (to {target}); copy the file into {folder}",
-            model=model,
-        )
-    try:
-        fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags)
-    except FileNotFoundError as exc:
-        raise IntegrityError(f"model {model!r}: {folder / pure} is missing; fetch it again", model=model) from exc
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ManifestError(f"model {model!r}: {relative!r} is not a regular file", model=model)
-    return fd
-
-
-def _weight_paths(folder: Path) -> list[str]:
-    """Relative paths of the safetensors files under `folder`, sorted; hidden and linked folders are left out."""
-    found: list[str] = []
-    pickled: list[Path] = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        for name in names:
-            path = Path(root, name)
-            if name.startswith("."):
-                continue
-            if path.suffix == ".safetensors":
-                found.append(path.relative_to(folder).as_posix())
-            elif path.suffix.lower() in PICKLE_SUFFIXES:
-                pickled.append(path)
-    if not found and pickled:
-        refuse_pickle(min(pickled))
-    return sorted(found)
-
-
-def _hash_file(fd: int, size: int, progress: Callable[[int], None] | None) -> tuple[str, tuple[str, ...]]:
-    """sha256 of the file and the digests of its blocks, reading one block at a time."""
-    whole = hashlib.sha256()
-    blocks: list[str] = []
-    buffer = memoryview(bytearray(min(BLOCK_BYTES, size)))
-    for offset in range(0, size, BLOCK_BYTES):
-        view = buffer[: min(BLOCK_BYTES, size - offset)]
-        if _read_exactly(fd, view, offset) != len(view):
-            raise IntegrityError("the file became shorter while it was read; fetch it again")
-        whole.update(view)
-        blocks.append(block_digest(view))
-        if progress:
-            progress(len(view))
-    return whole.hexdigest(), tuple(blocks)
-
-
-def _read_exactly(fd: int, view: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
+        raise ModelNotFoundError(f"model {model!r} is not in the models folder (there: {known}); check the name", model=model)
 
 
 def make_manifest(
@@ -214,7 +114,10 @@ def make_manifest(
     name = model or folder.resolve().name
     if not folder.is_dir():
         raise ModelNotFoundError(f"{folder} is not a folder; name the folder that holds the models", model=name)
-    paths = _weight_paths(folder)
+    paths = weight_paths(folder)
+    for text in (name, *paths):
+        if not text.isprintable():  # nor is what is not UTF-8
+            raise ManifestError(f"{folder}: the name {text!r} has characters that cannot be printed; rename it", model=ascii(name))
     if not paths:
         raise ModelNotFoundError(f"{folder} holds no .safetensors file; name a folder with models in it", model=name)
     files: list[FileEntry] = []
@@ -223,12 +126,10 @@ def make_manifest(
         with open_weights_file(folder, path, model=name) as fd:
             header = read_header(fd, what=str(folder / path))
             before = os.fstat(fd)
-            sha, blocks = _hash_file(fd, before.st_size, progress)
+            sha, blocks = hash_file(fd, before.st_size, what=str(folder / path), progress=progress)
             after = os.fstat(fd)
         if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
-            raise IntegrityError(
-                f"{folder / path} changed while it was read; try again when it is complete", model=name
-            )
+            raise IntegrityError(f"{folder / path} changed while it was read; try again when it is complete", model=name)
         part = str(PurePosixPath(path).parent)
         for spec in header.tensors:
             qualified = spec.name if part == "." else f"{part}/{spec.name}"
@@ -247,34 +148,22 @@ def make_manifest(
 
 def _write(folder: Path, manifest: Manifest) -> None:
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
-    temporary = folder / f".{MANIFEST_NAME}.{os.getpid()}"
     try:
-        with temporary.open("wb") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.rename(folder / MANIFEST_NAME)
+        write_whole(folder / MANIFEST_NAME, text)
     except OSError as exc:
-        temporary.unlink(missing_ok=True)
-        raise ManifestError(
-            f"{folder}: the manifest cannot be written ({exc.strerror}); make the folder writable"
-        ) from exc
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        raise ManifestError(f"{folder}: the manifest cannot be written ({exc.strerror}); make the folder writable") from exc
 
 
 def _model_folders(folder: Path) -> list[Path]:
-    """`folder` itself when it holds weights or a manifest, else its subfolders that are not hidden; each must lie
-    inside it.
-    """
+    """`folder` itself when it holds weights or a manifest, else its subfolders that are not hidden."""
     if not folder.is_dir():
         raise ModelNotFoundError(f"{folder} is not a folder; name the folder that holds the models")
-    if any(folder.glob("*.safetensors")) or (folder / MANIFEST_NAME).exists():
-        return [folder]
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    try:
+        if any(folder.glob("*.safetensors")) or (folder / MANIFEST_NAME).exists():
+            return [folder]
+        return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError as exc:
+        raise ModelNotFoundError(f"{folder} cannot be read ({exc.strerror}); make it readable") from exc
 
 
 def _inside(folder: Path, model: Path) -> None:
@@ -283,24 +172,40 @@ def _inside(folder: Path, model: Path) -> None:
 
 
 def write_manifests(
-    folder: Path, *, version: str | None = None, progress: Callable[[int], None] | None = None
+    folder: Path,
+    *,
+    version: str | None = None,
+    progress: Callable[[int], None] | None = None,
+    on_made: Callable[[Manifest], None] | None = None,
 ) -> list[Manifest]:
-    """Makes and writes the manifest of every model under `folder`: all of them, or at the first bad one none after it.
+    """Makes and writes the manifest of every model under `folder`; one that is refused doesn't keep the others from theirs.
+
+    `progress` is told the bytes of each block read, `on_made` each manifest once it is written.
 
     Raises:
         ModelNotFoundError: no model there.
-        UnsafeFormatError, IntegrityError, ManifestError: a model is refused; its old manifest stays as it was.
+        UnsafeFormatError, IntegrityError, ManifestError: the first model that was refused, after all others were made; its old manifest
+            stays as it was.
     """
     made: list[Manifest] = []
+    refused: list[PrefetcherError] = []
     for model in _model_folders(folder):
-        _inside(folder, model)
-        if model != folder and not _weight_paths(model):
+        try:
+            _inside(folder, model)
+            if model != folder and not weight_paths(model):
+                continue
+            manifest = make_manifest(model, version=version, progress=progress)
+            _write(model, manifest)
+        except PrefetcherError as exc:
+            refused.append(exc)
             continue
-        manifest = make_manifest(model, version=version, progress=progress)
-        _write(model, manifest)
         made.append(manifest)
+        if on_made:
+            on_made(manifest)
+    if refused:
+        raise refused[0]
     if not made:
-        raise ModelNotFoundError(f"{folder} holds no model: no subfolder with a .safetensors file")
+        raise ModelNotFoundError(f"{folder} holds no model: no subfolder with a .safetensors file; name the folder that holds the models")
     return made
 
 
@@ -320,8 +225,10 @@ def read_manifest(folder: Path) -> Manifest:
     name = folder.name
     try:
         raw = (folder / MANIFEST_NAME).read_bytes()
-    except OSError as exc:
+    except FileNotFoundError as exc:
         raise ManifestError(f"{folder}: no {MANIFEST_NAME}; run `prefetcher manifest {folder}`", model=name) from exc
+    except OSError as exc:
+        raise ManifestError(f"{folder / MANIFEST_NAME} cannot be read ({exc.strerror}); make it readable", model=name) from exc
     try:
         manifest = msgspec.json.decode(raw, type=Manifest)
     except msgspec.MsgspecError as exc:
@@ -355,9 +262,7 @@ def check_manifest(manifest: Manifest, *, where: str) -> None:
         problem = "a file is named twice"
     for entry in manifest.files:
         if not entry.path.endswith(".safetensors"):
-            raise UnsafeFormatError(
-                f"{where}: names {entry.path!r}, which is not safetensors; {again}", model=manifest.model
-            )
+            raise UnsafeFormatError(f"{where}: names {entry.path!r}, which is not safetensors; {again}", model=manifest.model)
         blocks = -(-entry.bytes // BLOCK_BYTES)
         if entry.bytes <= 0 or len(entry.blocks) != blocks:
             problem = problem or f"{entry.path!r} of {entry.bytes} bytes has {len(entry.blocks)} block digests"
@@ -380,16 +285,14 @@ def scan_models_folder(folder: Path) -> Catalog:
     for model in _model_folders(folder):
         try:
             _inside(folder, model)
-            if not (model / MANIFEST_NAME).exists() and not _weight_paths(model):
+            if not (model / MANIFEST_NAME).exists() and not weight_paths(model):
                 continue
             manifest = read_manifest(model)
         except PrefetcherError as exc:
             catalog.refused[model.name] = exc
             continue
         if manifest.model in catalog.models:
-            catalog.refused[model.name] = ManifestError(
-                f"{model}: the name {manifest.model!r} is taken by another folder"
-            )
+            catalog.refused[model.name] = ManifestError(f"{model}: the name {manifest.model!r} is taken by another folder")
             continue
         catalog.models[ModelName(manifest.model)] = ModelSource(manifest, model)
     return catalog

@@ -16,14 +16,16 @@ from prefetcher.agent.loader import LoadCancelledError, LoadControl, load
 from prefetcher.agent.manifest import ModelSource
 from prefetcher.clock import Clock
 from prefetcher.core import events as ev
-from prefetcher.core.types import Tier, WeightsKey
+from prefetcher.core.types import Cause, Tier, WeightsKey
 from prefetcher.errors import IntegrityError, ManifestError, PrefetcherError, TemporaryError, UnsafeFormatError
 from prefetcher.telemetry.logs import log
 
 __all__ = ["Moves"]
 
-#: A load tells its progress at most this often, so that a fast disk does not flood the loop.
+#: A load tells its progress after so many bytes, so that a fast disk does not flood the loop, or so many of the machine's seconds, so that
+#: a slow one is not taken for one that hangs.
 _PROGRESS_BYTES = 64 << 20
+_PROGRESS_S = 5.0
 
 
 @dataclass(slots=True)
@@ -31,12 +33,16 @@ class _Move:
     control: LoadControl
     thread: threading.Thread | None = None
     told_bytes: int = 0
+    told_s: float = 0.0
     done_bytes: int = 0
 
 
 @dataclass(slots=True)
 class Moves:
-    """The loads of one node into `arena`, and what leaves it."""
+    """The loads of one node into `arena`, and what leaves it.
+
+    `prefetch_bytes_per_s` caps what prefetches read, so that a slow disk stays free for others; demand is never capped.
+    """
 
     arena: HostArena
     disk: DiskTier
@@ -44,6 +50,7 @@ class Moves:
     threads: int
     post: Callable[[ev.Event], None]
     source_of: Callable[[WeightsKey], ModelSource | None]
+    prefetch_bytes_per_s: float | None = None
     _moves: dict[WeightsKey, _Move] = field(default_factory=dict)
     _leaving: dict[WeightsKey, HostCopy] = field(default_factory=dict)
 
@@ -57,10 +64,20 @@ class Moves:
         if source is None:
             self.post(ev.LoadFailed(told.key, told.to_tier, "the files are no longer in the models folder"))
             return
-        move = _Move(LoadControl())
+        bad = self.disk.quarantined(source)
+        if bad is not None:
+            self.post(ev.LoadFailed(told.key, told.to_tier, bad, source_bad=True))
+            return
+        move = _Move(LoadControl(None if told.cause is Cause.DEMAND else self.prefetch_bytes_per_s))
         self._moves[told.key] = move
         move.thread = threading.Thread(target=self._run, args=(move, source), name=f"load {told.key.model}")
         move.thread.start()
+
+    def hurry(self, key: WeightsKey) -> None:
+        """Demand waits for what moves: the cap on prefetches no longer holds for it."""
+        move = self._moves.get(key)
+        if move is not None:
+            move.control.limit(None)
 
     def _run(self, move: _Move, source: ModelSource) -> None:
         key = source.key
@@ -90,9 +107,9 @@ class Moves:
             retry_after_s = exc.retry_after_s if isinstance(exc, TemporaryError) else 0.0
             log().warning("load_failed", model=key.model, reason=str(exc), source_bad=bad)
             self._end(key, ev.LoadFailed(key, Tier.HOST, str(exc), retry_after_s, source_bad=bad))
-        except OSError as exc:
+        except Exception as exc:  # noqa: BLE001 - a load that ends without a word would stay on its way for ever
             self._give_back(copy)
-            log().warning("load_failed", model=key.model, reason=str(exc), source_bad=False)
+            log().error("load_failed", model=key.model, reason=str(exc), source_bad=False, exc_info=not isinstance(exc, OSError))
             self._end(key, ev.LoadFailed(key, Tier.HOST, str(exc)))
         else:
             self._end(key, ev.WeightsLoaded(key, Tier.HOST))
@@ -107,8 +124,9 @@ class Moves:
 
     def _progress(self, move: _Move, key: WeightsKey, done: int) -> None:
         move.done_bytes = done
-        if done - move.told_bytes >= _PROGRESS_BYTES:
-            move.told_bytes = done
+        now_s = self.clock.steady_s()
+        if done - move.told_bytes >= _PROGRESS_BYTES or now_s - move.told_s >= _PROGRESS_S * self.clock.speed:
+            move.told_bytes, move.told_s = done, now_s
             self.post(ev.BytesVerified(key, Tier.HOST, done))
 
     def done_bytes(self, key: WeightsKey) -> int:

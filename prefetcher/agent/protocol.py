@@ -9,9 +9,12 @@ connection ends. A `Granted` line is followed by `Descriptors` lines, each sent 
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import stat
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -32,9 +35,14 @@ __all__ = [
     "Release",
     "Reply",
     "Verb",
+    "connect",
     "default_run_folder",
+    "default_socket_path",
     "error_of",
     "failed_of",
+    "make_run_folder",
+    "peer_of",
+    "socket_address",
     "socket_path",
 ]
 
@@ -45,6 +53,9 @@ FDS_A_MESSAGE = 200
 
 #: Longer than any message: a model of 1,000 shards is named in about 100 kB.
 MAX_LINE_BYTES = 8 << 20
+
+#: The kernel's bound for a socket's path is 108 with the byte that ends it.
+_MAX_ADDRESS_BYTES = 107
 
 Verb = Literal["status", "pin", "unpin", "load", "evict", "on", "off"]
 
@@ -168,7 +179,7 @@ class Connection:
             data, fds, flags, _ = socket.recv_fds(self.sock, 65536, FDS_A_MESSAGE + 50, socket.MSG_CMSG_CLOEXEC)
             self._fds += fds
             if flags & socket.MSG_CTRUNC:
-                raise msgspec.DecodeError("too many descriptors at once, or this process may open no more (ulimit -n)")
+                raise msgspec.DecodeError("this process may open too few files; raise `ulimit -n`")
             if not data:
                 return None
             self._buffer += data
@@ -196,6 +207,12 @@ def default_run_folder() -> Path:
     return Path(runtime) / "prefetcher" if runtime else Path(f"/tmp/prefetcher-{os.getuid()}")
 
 
+def default_socket_path() -> Path:
+    """Where an agent listens, and a client asks, when nobody names a socket: $PREFETCHER_SOCKET, else the default run folder's."""
+    named = os.environ.get("PREFETCHER_SOCKET")
+    return Path(named) if named else default_run_folder() / SOCKET_NAME
+
+
 def make_run_folder(folder: Path) -> None:
     """Creates the run folder, 0700.
 
@@ -206,22 +223,74 @@ def make_run_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
     except OSError as exc:
-        raise UsageError(f"the run folder {folder} cannot be made ({exc.strerror}); name another one") from exc
+        raise UsageError(f"the run folder {folder} cannot be made ({exc.strerror}); name another one with --socket") from exc
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise UsageError(f"{folder} is not a folder of yours alone; remove it or name another run folder")
+        raise UsageError(f"{folder} is not a folder of yours alone; remove it, or name a socket in another folder with --socket")
 
 
 def socket_path(given: str | Path | None = None) -> Path:
-    """The agent's socket: the given one, else $PREFETCHER_SOCKET, else the one in the default run folder.
+    """The agent's socket: the given one, else the default; where the default isn't there, the one of this user's agent that started with
+    another environment (a service has no $XDG_RUNTIME_DIR, a login has).
 
     Raises:
         UnavailableError: nothing is there, or it belongs to somebody else.
     """
-    path = Path(given or os.environ.get("PREFETCHER_SOCKET") or default_run_folder() / SOCKET_NAME)
-    try:
-        owner = path.stat().st_uid
-    except OSError as exc:
-        raise UnavailableError(f"no agent at {path}; start one with `prefetcher up`, or set PREFETCHER_SOCKET") from exc
+    path = Path(given) if given else default_socket_path()
+    if not given and not os.environ.get("PREFETCHER_SOCKET"):
+        user = os.getuid()
+        others = (Path(f"/run/user/{user}/prefetcher", SOCKET_NAME), Path(f"/tmp/prefetcher-{user}", SOCKET_NAME))
+        path = next((other for other in (path, *others) if _owner(other) == user), path)
+    owner = _owner(path)
+    if owner is None:
+        raise UnavailableError(f"no agent at {path}; start one with `prefetcher up`, or set PREFETCHER_SOCKET")
     if owner not in {os.getuid(), 0}:
         raise UnavailableError(f"{path} belongs to another user; set PREFETCHER_SOCKET to your agent's socket")
     return path
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        return path.stat().st_uid
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def socket_address(path: Path) -> Iterator[str]:
+    """What to bind or connect to for a socket at `path`: the kernel takes 107 bytes, so a longer path goes by its folder's descriptor."""
+    if len(os.fsencode(path)) <= _MAX_ADDRESS_BYTES:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other side, from the kernel."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def connect(where: str | Path | None, timeout_s: float) -> Connection:
+    """A connection to the agent at `where` (as in `socket_path`), whose user was checked.
+
+    Raises:
+        UnavailableError: no agent answers there, or not one of this user's or root's.
+    """
+    path = socket_path(where)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(timeout_s)
+    try:
+        with socket_address(path) as address:
+            sock.connect(address)
+        uid = peer_of(sock)[1]
+    except OSError as exc:
+        sock.close()
+        raise UnavailableError(f"the agent at {path} does not answer; start one with `prefetcher up`") from exc
+    if uid not in {os.getuid(), 0}:
+        sock.close()
+        raise UnavailableError(f"at {path} answers a process of another user; set PREFETCHER_SOCKET to your agent's socket")
+    return Connection(sock)
