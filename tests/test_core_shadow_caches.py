@@ -14,7 +14,7 @@ from prefetcher.core.experts import EXPERTS
 from prefetcher.core.shadow_caches import ShadowCaches
 from prefetcher.core.types import ModelName, RequestSeen
 from prefetcher.replay.engine import split_by_node
-from prefetcher.replay.ours import LIVE, SHADOW, run_ours, score_log
+from prefetcher.replay.ours import LIVE, SHADOW, NodeRun, RateBlock, score_blocks
 from prefetcher.replay.trace import Trace, read_trace
 
 T0 = 1_767_225_600.0
@@ -50,8 +50,14 @@ def serve(shadows: ShadowCaches, trace: Trace, capacity: float) -> None:
     shadows.serve(np.arange(MODELS), size, size / LINK, capacity)
 
 
+def score(trace: Trace) -> RateBlock:
+    """The rates of the whole log at once."""
+    (block,) = score_blocks(trace, 0, lambda done, what: None, periods=48)
+    return block
+
+
 def pieces(trace: Trace, every: int) -> list[Piece]:
-    rates = score_log(trace, 0, lambda done, what: None)
+    rates = score(trace)
     out, tick = [], 0
     for first in range(0, len(trace), every):
         last = min(len(trace), first + every)
@@ -74,9 +80,11 @@ def pieces(trace: Trace, every: int) -> list[Piece]:
 @pytest.mark.parametrize("every", [1, 17, 10_000])
 def test_as_replay(trace: Trace, every: int) -> None:
     capacity = 0.4 * float(trace.bytes_.sum())
-    rates = score_log(trace, 0, lambda done, what: None)
     part = split_by_node(trace, 1, LINK, None)[0]
-    log, chosen, _ = run_ours(part, rates, capacity, PRICE, HOLD_S, lambda done, what: None)
+    run = NodeRun(part.world, capacity, PRICE, HOLD_S)
+    run.take(score(trace), part.rows)
+    run.close()
+    log, chosen = run.log, run.chosen
     assert len(set(chosen)) > 1, "the log must make the Hedge choose"
     shadows = caches()
     serve(shadows, trace, capacity)

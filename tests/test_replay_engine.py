@@ -97,12 +97,12 @@ def test_ours_keeps_the_limits_and_repeats_itself_byte_for_byte(tmp_path: Path) 
     folders = []
     for run in ("one", "two"):
         simulation = Simulation(trace, capacity)
-        mine, shadow = simulation.ours()
-        assert check_limits(mine.residency, mine.transfers, capacity, 3.5e9) == []
-        assert check_limits(shadow.residency, shadow.transfers, capacity, 3.5e9) == []
-        entry = simulation.totals("ours", mine, shadow)
+        mine = simulation.ours()
+        for logs in (mine.logs, mine.shadow):
+            assert check_limits(logs.residency, logs.transfers, capacity, 3.5e9) == []
+        entry = simulation.totals("ours", mine.logs, mine.shadow)
         assert sum(entry["outcomes"].values()) == entry["prefetches"]
-        folders.append(write_logs(tmp_path / run, "ours", mine))
+        folders.append(write_logs(tmp_path / run, "ours", mine.logs))
     for name in ("residency", "transfers", "waits", "orders"):
         assert (folders[0] / f"{name}.parquet").read_bytes() == (folders[1] / f"{name}.parquet").read_bytes()
 

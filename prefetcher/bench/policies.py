@@ -11,6 +11,7 @@ from typing import Any
 from prefetcher.bench.machine import describe_machine
 from prefetcher.errors import InputError, UsageError
 from prefetcher.replay.frontier import FrontierPoint, lower_hull, read_hull
+from prefetcher.replay.ours import score_blocks
 from prefetcher.replay.policies import OURS
 from prefetcher.replay.run import FRONTIER_FACTORS, Simulation
 from prefetcher.replay.trace import read_trace
@@ -50,21 +51,21 @@ def run(
     only = set(trace.split(",")) if trace else None
     tell = say or (lambda text: print(text, flush=True))
     points = []
-    loaded, rates = None, None
+    loaded, blocks = None, None
     for name, ratio in wanted:
         if only is not None and name not in only:
             continue
         if loaded is None or Path(loaded.path).stem != name:
-            loaded, rates = read_trace(Path(traces) / f"{name}.parquet", catalog=Path(traces) / f"{name}.catalog.json"), None
+            loaded = read_trace(Path(traces) / f"{name}.parquet", catalog=Path(traces) / f"{name}.catalog.json")
+            blocks = list(score_blocks(loaded, 0, lambda _done, _what: None)) if OURS in names else None
         simulation = Simulation(
             loaded,
             ratio * float(loaded.bytes_.sum()),
             link_bytes_per_s=float(plan.get("link_bytes_per_s", 3.5e9)),
             warmup_ratio=float(plan.get("warmup_ratio", 0.3)),
-            rates=rates,
+            blocks=blocks,
         )
         points.append(_point(simulation, name, ratio, names))
-        rates = simulation.rates
         tell(_line(points[-1]))
     result = {"points": points, "figures": _figures(points), "peers": list(PEERS), "machine": describe_machine()}
     Path(json_out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -80,16 +81,12 @@ def _point(simulation: Simulation, trace: str, ratio: float, names: list[str]) -
             policies[name] = {key: entry[key] for key in _KEPT}
     equal: dict[str, float] = {}
     if OURS in names:
-        entry = simulation.totals(OURS, *simulation.ours())
+        mine = simulation.ours([simulation.price * factor for factor in FRONTIER_FACTORS])
+        entry = simulation.totals(OURS, mine.logs, mine.shadow)
         policies[OURS] = {key: entry[key] for key in _KEPT}
-        keep_alives = [n for n in KEEP_ALIVES if n in policies]
-        if keep_alives:
-            sweep = [FrontierPoint(OURS, entry["held_gb_h"], entry["cold_seconds"], simulation.price)]
-            for factor in FRONTIER_FACTORS:
-                at = simulation.totals(OURS, simulation.ours(simulation.price * factor, follow=True)[0])
-                sweep.append(FrontierPoint(OURS, at["held_gb_h"], at["cold_seconds"], simulation.price * factor))
-            hull = lower_hull(sweep)
-            for name in keep_alives:
+        hull = lower_hull([FrontierPoint(OURS, entry["held_gb_h"], entry["cold_seconds"], simulation.price), *mine.frontier])
+        for name in KEEP_ALIVES:
+            if name in policies:
                 equal[name] = read_hull(hull, policies[name]["held_gb_h"]).cold_seconds / max(policies[name]["cold_seconds"], 1e-9)
     return {"trace": trace, "capacity_ratio": ratio, "policies": policies, "equal_gb_h": equal}
 

@@ -165,7 +165,7 @@ TRANSFER_EVENT = np.dtype([("cache", "i8"), ("model", "i8"), ("start_s", "f8"), 
 ORDER_EVENT = np.dtype(
     [
         ("cache", "i8"), ("model", "i8"), ("issued_s", "f8"), ("ready_s", "f8"), ("first_use_s", "f8"), ("end_s", "f8"),
-        ("outcome", "i8"), ("premature", "?"),
+        ("outcome", "i8"), ("premature", "?"), ("first_row", "i8"),  # the row of the first use, -1 for none
     ]
 )  # fmt: skip
 
@@ -212,7 +212,10 @@ class Caches(NamedTuple):
 
 
 class EventLog(NamedTuple):
-    """What happened, appended by the kernels; `filled` holds the used rows of each array. Rows' waits only for caches with a slot."""
+    """What happened, appended by the kernels; `filled` holds the used rows of each array.
+
+    Residency, transfers and rows' waits only of caches with a slot; orders of all, since the caches look at them again.
+    """
 
     residency: npt.NDArray[np.void]
     transfers: npt.NDArray[np.void]
@@ -282,9 +285,12 @@ def new_event_log(caches: int, rows: int, logged: list[int]) -> EventLog:
     )
 
 
-def no_hazard(models: int) -> Hazard:
-    """For policies that learn nothing."""
-    empty = np.zeros((1, 1, models), np.float32)
+def no_hazard(models: int, variants: int = 1) -> Hazard:
+    """For policies that learn nothing, or have not yet."""
     return Hazard(
-        at_tick=empty, after_row=np.zeros((1, 1), np.float32), latest=np.zeros((1, models), np.float32), first_tick=0, first_row=0
+        at_tick=np.zeros((variants, 1, models), np.float32),
+        after_row=np.zeros((variants, 0), np.float32),
+        latest=np.zeros((variants, models), np.float32),
+        first_tick=0,
+        first_row=0,
     )

@@ -48,6 +48,7 @@ def _issue(e: int, model: int, now_s: float, world: World, demand: Demand, cache
         order.end_s = np.nan
         order.outcome = OPEN
         order.premature = False
+        order.first_row = -1
         caches.weights[e][model].order = number
         caches.weights[e][model].last_order = number
         cache.partial = model

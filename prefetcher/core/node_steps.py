@@ -56,13 +56,14 @@ LOAD_WEIGHT = 0.02
 @kernel
 def _log_segment(e: int, now_s: float, caches: Caches, log: EventLog) -> None:
     cache = caches.cache[e]
-    event = log.transfers[log.filled[1]]
-    log.filled[1] += 1
-    event.cache = e
-    event.model = cache.moving
-    event.start_s = cache.segment_s
-    event.end_s = now_s
-    event.prefetch = caches.weights[e][cache.moving].prefetched and cache.link != UNCACHED
+    if log.slot[e] >= 0:
+        event = log.transfers[log.filled[1]]
+        log.filled[1] += 1
+        event.cache = e
+        event.model = cache.moving
+        event.start_s = cache.segment_s
+        event.end_s = now_s
+        event.prefetch = caches.weights[e][cache.moving].prefetched and cache.link != UNCACHED
     cache.busy_s = cache.busy_s * math.exp(-(now_s - cache.busy_at_s) / BUSY_TAU_S) + (now_s - cache.segment_s)
     cache.busy_at_s = now_s
 
@@ -250,11 +251,12 @@ def _wait(e: int, row: int, model: int, now_s: float, caches: Caches, log: Event
 
 
 @kernel
-def _first_use(e: int, model: int, now_s: float, outcome: int, caches: Caches, log: EventLog) -> None:
+def _first_use(e: int, row: int, model: int, now_s: float, outcome: int, caches: Caches, log: EventLog) -> None:
     w = caches.weights[e][model]
     w.unused = False
     if w.order >= 0:
         log.orders[w.order].first_use_s = now_s
+        log.orders[w.order].first_row = row
         log.orders[w.order].outcome = outcome
 
 
@@ -282,7 +284,7 @@ def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Deman
             w.last_order = -1
     if w.status == READY:
         if w.unused:
-            _first_use(e, model, now_s, TIMELY, caches, log)
+            _first_use(e, row, model, now_s, TIMELY, caches, log)
         w.priority = cache.clock + demand.rows[model]
         w.visited = True
         _after_use(e, model, now_s, world, demand, caches, log)
@@ -299,7 +301,7 @@ def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Deman
     elif w.status == PREFETCH:
         found = FOUND_MOVING
         w.first_row_s = now_s
-        _first_use(e, model, now_s, LATE, caches, log)
+        _first_use(e, row, model, now_s, LATE, caches, log)
         cache.partial = -1
         if cache.link == PREFETCHING and cache.moving == model:
             cache.link = DEMAND

@@ -21,7 +21,7 @@ from prefetcher.core.node_steps import close
 from prefetcher.replay.accounts import SCHEMAS, PolicyLogs
 from prefetcher.replay.trace import Trace
 
-__all__ = ["NodeLog", "build_tables", "close_node", "place", "split_by_node"]
+__all__ = ["TICK_S", "NodeLog", "build_tables", "by_rendezvous", "close_node", "split_by_node"]
 
 TICK_S = 60.0
 
@@ -35,9 +35,10 @@ class NodeLog:
     world: World
 
 
-def place(model: str, nodes: Sequence[str]) -> int:
-    """The node of a model by rendezvous hashing: the highest hash of (node, model)."""
-    return max(range(len(nodes)), key=lambda k: hashlib.blake2b(f"{nodes[k]}\0{model}".encode(), digest_size=8).digest())
+def by_rendezvous(model: str, nodes: Sequence[str]) -> list[int]:
+    """The nodes for a model by rendezvous hashing, its own first: by falling hash of (node, model)."""
+    key = [hashlib.blake2b(f"{node}\0{model}".encode(), digest_size=8).digest() for node in nodes]
+    return sorted(range(len(nodes)), key=key.__getitem__, reverse=True)
 
 
 def split_by_node(trace: Trace, nodes: int, link_bytes_per_s: float, load_s: npt.NDArray[np.float64] | None) -> list[NodeLog]:
@@ -46,7 +47,7 @@ def split_by_node(trace: Trace, nodes: int, link_bytes_per_s: float, load_s: npt
     `load_s` float64[n] replaces bytes over link where it is not NaN.
     """
     names = list(trace.node_names) or [f"node-{k}" for k in range(nodes)]
-    home = np.array([place(m, names) for m in trace.models], np.int32)
+    home = np.array([by_rendezvous(m, names)[0] for m in trace.models], np.int32)
     where = home[trace.model] if not len(trace.node_names) else np.where(trace.node >= 0, trace.node, home[trace.model])
     size = trace.bytes_.astype(np.float64)
     link_s = size / link_bytes_per_s
@@ -76,9 +77,8 @@ def _next_rows(
     return following, first
 
 
-def close_node(world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> EventLog:
-    """Lets running loads finish after the last row, then ends what is held at the log's end."""
-    rows = len(world.ts)
+def close_node(rows: int, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> EventLog:
+    """Lets running loads finish after the node's last row (it had `rows`), then ends what is held at the log's end."""
     log = run_rows(rows, rows, np.inf, world, demand, hazard, caches, log)
     while not close(world.t1_s, world, demand, caches, log):
         log = grown(log)
@@ -97,8 +97,20 @@ def _times(values: npt.NDArray[np.float64]) -> pa.Array:
     return pa.array(values, mask=~np.isfinite(values))
 
 
-def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace) -> PolicyLogs:
-    """The four logs of cache `e` over all nodes; `waits` is in the order of the whole log."""
+def _redundant(orders: npt.NDArray[np.void], log: EventLog, shadow: int | None) -> pa.Array:
+    if shadow is None:
+        return pa.nulls(len(orders), pa.bool_())
+    row = orders["first_row"]
+    held = log.found[int(log.slot[shadow]), np.maximum(row, 0)] == Found.READY
+    return pa.array(held, mask=row < 0)
+
+
+def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace, shadow: int | None = None) -> PolicyLogs:
+    """The four logs of cache `e` over all nodes; `waits` is in the order of the whole log.
+
+    `shadow` is the cache without prefetching that went through the same rows: an order was redundant when the row of its first use found
+    the weights ready there. Null where never used, or without a shadow.
+    """
     tables: dict[str, list[pa.Table]] = {"residency": [], "transfers": [], "orders": []}
     rows = len(trace)
     wait_s, found, node = np.zeros(rows), np.zeros(rows, np.int8), np.zeros(rows, np.int32)
@@ -137,7 +149,7 @@ def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace
             pa.array([f"{part.node}/{i}" for i in range(n)], pa.string()), _same(part.node, n), _names(mine["model"], trace.models),
             _same("", n), _same("host", n), _same("forecast", n), _same("treated", n), _times(mine["issued_s"]), _times(mine["issued_s"]),
             _times(mine["ready_s"]), _times(mine["first_use_s"]), _times(np.minimum(mine["end_s"], np.maximum(t1, mine["issued_s"]))),
-            _names(mine["outcome"], OUTCOMES), pa.array(mine["premature"]), pa.nulls(n, pa.bool_()),
+            _names(mine["outcome"], OUTCOMES), pa.array(mine["premature"]), _redundant(mine, log, shadow),
         ]  # fmt: skip
         tables["orders"].append(pa.Table.from_arrays(columns, names=SCHEMAS["orders"].names).cast(SCHEMAS["orders"]))
     waits = pa.Table.from_arrays(

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ from prefetcher.replay.accounts import PolicyLogs, totals, write_logs
 from prefetcher.replay.catalog import read_load_times
 from prefetcher.replay.engine import build_tables, close_node, split_by_node
 from prefetcher.replay.frontier import FrontierPoint
-from prefetcher.replay.ours import LIVE, SHADOW, Rates, run_ours, score_log
+from prefetcher.replay.ours import AT_PRICE, LIVE, SHADOW, NodeRun, RateBlock, score_blocks
 from prefetcher.replay.policies import DEFAULT_POLICIES, OURS, parse_policy, standard_taus
+from prefetcher.replay.routing import RoutedNodes, needs_routing
 from prefetcher.replay.trace import Trace, read_trace
 
-__all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Simulation", "replay_command"]
+__all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Ours", "Simulation", "replay_command"]
 
 DEFAULT_HOLD_S = 600.0
 #: The prices of the frontier, as factors of the price asked for.
@@ -40,8 +43,20 @@ def _quiet(_done: float, _what: str) -> None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """The logs of ours and of its shadow without prefetching, and what ours held and waited at other prices."""
+
+    logs: PolicyLogs
+    shadow: PolicyLogs
+    frontier: list[FrontierPoint]
+
+
 class Simulation:
-    """One trace on `nodes` nodes of `capacity_bytes` each. Runs policies by name and keeps what ours learned between runs."""
+    """One trace on `nodes` nodes of `capacity_bytes` each. Runs policies by name.
+
+    `blocks` are the hazard's rates for ours, if they are kept (`list(score_blocks(…))`); else they are computed as they are needed.
+    """
 
     def __init__(
         self,
@@ -55,7 +70,7 @@ class Simulation:
         price: float = DEFAULT_PRICE_S_PER_GB_H,
         hold_s: float = DEFAULT_HOLD_S,
         seed: int = 0,
-        rates: Rates | None = None,
+        blocks: Sequence[RateBlock] | None = None,
         progress: Progress = _quiet,
     ) -> None:
         self.trace = trace
@@ -63,8 +78,7 @@ class Simulation:
         self.capacity_bytes = capacity_bytes
         self.price = price
         self.hold_s = hold_s
-        self.rates = rates
-        self.schedules: list[list[int]] | None = None
+        self._blocks = blocks
         self._warmup_ratio = warmup_ratio
         self._seed = seed
         self._progress = progress
@@ -88,24 +102,31 @@ class Simulation:
                 last = min(rows, first + step)
                 log = run_rows(first, last, world.ts[last - 1], world, demand, hazard, caches, log)
                 self._progress(last / rows, "rival policies")
-            done.append((part, close_node(world, demand, hazard, caches, log)))
+            done.append((part, close_node(rows, world, demand, hazard, caches, log)))
         return {name: build_tables(e, done, self.trace) for e, name in enumerate(names)}
 
-    def ours(self, price: float | None = None, *, follow: bool = False) -> tuple[PolicyLogs, PolicyLogs]:
-        """(ours, its shadow without prefetching). `follow` repeats an earlier run's experts at another price, for the frontier."""
-        if self.rates is None:
-            self.rates = score_log(self.trace, self._seed, self._progress)
-        schedules = self.schedules if follow and self.schedules is not None else [None] * len(self.parts)
-        live, shadow = (0, 1) if follow and self.schedules is not None else (LIVE, SHADOW)
-        done, kept = [], []
-        for part, schedule in zip(self.parts, schedules, strict=True):
-            at_price = self.price if price is None else price
-            log, chosen, _ = run_ours(part, self.rates, self.capacity_bytes, at_price, self.hold_s, self._progress, schedule)
-            done.append((part, log))
-            kept.append(chosen)
-        if self.schedules is None:
-            self.schedules = kept
-        return build_tables(live, done, self.trace), build_tables(shadow, done, self.trace)
+    def ours(self, prices: Sequence[float] = ()) -> Ours:
+        """Ours, its shadow without prefetching, and what ours does at other `prices` (seconds per GB·h) with the same experts."""
+        make = partial(NodeRun, capacity_bytes=self.capacity_bytes, price_s_per_gb_h=self.price, hold_s=self.hold_s, prices=tuple(prices))
+        blocks = self._blocks if self._blocks is not None else score_blocks(self.trace, self._seed, self._progress)
+        if needs_routing(self.trace):
+            routed = RoutedNodes(self.trace, self.parts, make)
+            for block in blocks:
+                routed.take(block)
+            parts, runs = routed.close()
+        else:
+            parts, runs = self.parts, [make(part.world) for part in self.parts]
+            for block in blocks:
+                for part, run in zip(parts, runs, strict=True):
+                    run.take(block, part.rows)
+            for run in runs:
+                run.close()
+        done = [(part, run.log) for part, run in zip(parts, runs, strict=True)]
+        frontier = []
+        for k, price in enumerate(prices):
+            at = self.totals(OURS, build_tables(AT_PRICE + k, done, self.trace))
+            frontier.append(FrontierPoint(OURS, at["held_gb_h"], at["cold_seconds"], price))
+        return Ours(build_tables(LIVE, done, self.trace, SHADOW), build_tables(SHADOW, done, self.trace), frontier)
 
     def totals(self, name: str, logs: PolicyLogs, shadow: PolicyLogs | None = None) -> dict[str, Any]:
         """The summary's entry of one policy, from its logs."""
@@ -174,16 +195,11 @@ def replay_command(
         )  # fmt: skip
         logs = simulation.rivals(rivals)
         entries = {name: simulation.totals(name, of) for name, of in logs.items()}
-        frontier = []
+        frontier: list[FrontierPoint] = []
         if OURS in names:
-            mine, shadow = simulation.ours()
-            logs[OURS], logs[SHADOW_NAME] = mine, shadow
-            entries[OURS] = simulation.totals(OURS, mine, shadow)
-            if price > 0:
-                for factor in FRONTIER_FACTORS:
-                    progress(0.0, "the frontier")
-                    entry = simulation.totals(OURS, simulation.ours(price * factor, follow=True)[0])
-                    frontier.append(FrontierPoint(OURS, entry["held_gb_h"], entry["cold_seconds"], price * factor))
+            mine = simulation.ours([price * factor for factor in FRONTIER_FACTORS] if price > 0 else [])
+            logs[OURS], logs[SHADOW_NAME], frontier = mine.logs, mine.shadow, mine.frontier
+            entries[OURS] = simulation.totals(OURS, mine.logs, mine.shadow)
         progress(0.0, "writing logs and report")
         line = _write(out, trace, simulation, names, entries, logs, frontier, nodes=node_count,
                       link_bytes_per_s=link_bytes_per_s, seed=seed,
