@@ -220,7 +220,8 @@ def _fill(fd: int, view: memoryview, offset: int, direct: bool) -> int:
     done = 0
     aligned = len(view) // _SECTOR_BYTES * _SECTOR_BYTES if direct else len(view)
     while done < aligned:
-        count = os.preadv(fd, [view[done:aligned]], offset + done)
+        with view[done:aligned] as rest:
+            count = os.preadv(fd, [rest], offset + done)
         if count == 0:
             return done
         done += count
