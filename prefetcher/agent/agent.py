@@ -71,7 +71,10 @@ _BY_HAND_HOLD_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """One node's weights and memory; names as in `config.NodeSettings`."""
+    """One node's weights and memory; names as in `config.NodeSettings`.
+
+    `prefetch_bytes_per_s` caps what prefetches read, so that a slow disk stays free for others; None: as fast as the disk gives.
+    """
 
     node: NodeName
     models_dir: Path
@@ -85,6 +88,7 @@ class AgentOptions:
     hold_s: float = 600.0
     price_s_per_gb_h: float = 0.002
     threads: int = 4
+    prefetch_bytes_per_s: float | None = None
     seed: int = 0
 
 
@@ -121,7 +125,7 @@ class Agent:
         self._server: LeaseServer | None = None
         self._catalog = Catalog()
         self._by_key: dict[WeightsKey, ModelSource] = {}
-        self._disk = DiskTier()
+        self._disk = DiskTier(options.state_dir / "quarantine.json")
         self._book = OrderBook()
         self._uses = Uses(options.node, clock.speed)
         self._meter = LinkMeter(options.link_bytes_per_s, clock.now_s())
@@ -160,7 +164,9 @@ class Agent:
         """
         options = self._options
         self._arena = HostArena(options.host_bytes, folder=options.host_dir, lock=options.lock, name=options.node)
-        self._moves = Moves(self._arena, self._disk, self._clock, options.threads, self._post, self._by_key.get)
+        self._moves = Moves(
+            self._arena, self._disk, self._clock, options.threads, self._post, self._by_key.get, options.prefetch_bytes_per_s
+        )
         if self._arena.lock_warning:
             log().warning("not_locked", reason=self._arena.lock_warning)
         catalog = scan_models_folder(options.models_dir)
@@ -283,9 +289,16 @@ class Agent:
             self._unsaved = True
         for told in out:
             self._do(told, event)
+        if isinstance(event, ev.Requested | ev.LeaseRequested):
+            self._hurry(event.target)
         for order in self._book.take_changed():
             if order.end_s is not None or order.first_use_s is not None:
                 self.on_order_ended(order.decision_id, order.outcome)
+
+    def _hurry(self, target: ev.Target) -> None:
+        weights = self._machine.holdings.resolve(target)
+        if weights is not None and weights.demanded and self._machine.holdings.mover.get(Tier.HOST) == weights.key:
+            self._moves.hurry(weights.key)
 
     def _announce(self) -> None:
         for row in self._uses.overdue(self._clock.now_s(), self._rows_waiting):
