@@ -172,7 +172,7 @@ def _read_text(where: str) -> str:
     try:
         if os.path.isdir(where):
             raise InputError(
-                "is a folder; a catalog is a JSON or CSV file (for a folder of models, use --models-dir)", path=where
+                "is a folder; a catalog is a JSON or CSV file (for a folder of models, use --models)", path=where
             )
         if os.path.getsize(where) > _CATALOG_LIMIT_BYTES:
             raise InputError("is larger than 64 MiB, which no list of models is; name the right file", path=where)

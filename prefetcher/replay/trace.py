@@ -148,7 +148,7 @@ def _sizes(
         raise SettingsError(f"the default size of a model must be at least 1 byte, got {default_bytes}")
     if catalog is None and models_dir is None and default_bytes is None:
         raise SettingsError(
-            "how large are the models? name a --catalog, a --models-dir, or one size for all with --default-bytes"
+            "how large are the models? name a --catalog, a --models, or one size for all with --default-bytes"
         )
     sizes = sizes_of_folder(models_dir) if models_dir is not None else {}
     if catalog is not None:
