@@ -40,6 +40,7 @@ MAX_HEADER_BYTES = 100_000_000
 #: Suffixes under which pickled weights are published.
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 
+_AGAIN = "fetch it again"
 _CONVERT = "convert it with safetensors.torch.save_file; pickles run code when they are opened and are never read"
 
 
@@ -64,6 +65,12 @@ class Header:
     data_start: int
 
 
+def _short(value: object) -> str:
+    """What a file says, for a message: it may say a hundred megabytes."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:76] + " …"
+
+
 class _Duplicate(ValueError):
     """A key that occurs twice."""
 
@@ -85,18 +92,20 @@ def _is_count(value: Any) -> bool:
 
 def _spec(name: str, entry: Any, data_start: int, what: str) -> TensorSpec:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise UnsafeFormatError(f"{what}: tensor {name!r} needs exactly dtype, shape and data_offsets")
+        raise UnsafeFormatError(f"{what}: tensor {_short(name)} needs exactly dtype, shape and data_offsets; {_AGAIN}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise UnsafeFormatError(f"{what}: tensor {name!r} has the unknown dtype {dtype!r}")
+        raise UnsafeFormatError(f"{what}: tensor {_short(name)} has the unknown dtype {_short(dtype)}; {_AGAIN}")
     if not isinstance(shape, list) or not all(_is_count(n) for n in shape):
-        raise UnsafeFormatError(f"{what}: tensor {name!r} has the shape {shape!r}; expected a list of sizes")
+        raise UnsafeFormatError(f"{what}: tensor {_short(name)} has the shape {_short(shape)}; expected a list of sizes; {_AGAIN}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(n) for n in offsets):
-        raise UnsafeFormatError(f"{what}: tensor {name!r} has the offsets {offsets!r}; expected [begin, end]")
+        raise UnsafeFormatError(f"{what}: tensor {_short(name)} has the offsets {_short(offsets)}; expected [begin, end]; {_AGAIN}")
     bits = prod(shape) * DTYPE_BITS[dtype]
     begin, end = offsets
     if bits % 8 or end - begin != bits // 8:
-        raise UnsafeFormatError(f"{what}: tensor {name!r} of {dtype} {shape} needs {bits / 8:g} bytes, its offsets span {end - begin}")
+        raise UnsafeFormatError(
+            f"{what}: tensor {_short(name)} of {dtype} {_short(shape)} needs {bits / 8:g} bytes, its offsets span {end - begin}; {_AGAIN}"
+        )
     return TensorSpec(name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
@@ -114,22 +123,22 @@ def parse_header(raw: bytes, file_bytes: int, *, what: str) -> Header:
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as exc:
-        raise UnsafeFormatError(f"{what}: the header is not valid JSON ({exc}); fetch the file again") from exc
+        raise UnsafeFormatError(f"{what}: the header is not valid JSON ({exc}); {_AGAIN}") from exc
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise UnsafeFormatError(f"{what}: __metadata__ must map texts to texts; fetch the file again")
+        raise UnsafeFormatError(f"{what}: __metadata__ must map texts to texts; {_AGAIN}")
     data_start = 8 + length
     specs = sorted((_spec(n, e, data_start, what) for n, e in entries.items()), key=lambda s: (s.start, s.end))
     position = data_start
     for spec in specs:
         if spec.start != position:
             kind = "overlaps the one before" if spec.start < position else "leaves a hole before it"
-            raise UnsafeFormatError(f"{what}: tensor {spec.name!r} {kind} (at {spec.start}, expected {position})")
+            raise UnsafeFormatError(f"{what}: tensor {_short(spec.name)} {kind} (at {spec.start}, expected {position}); {_AGAIN}")
         position = spec.end
     if position > file_bytes:
-        raise IntegrityError(f"{what}: truncated, its header promises {position} bytes and {file_bytes} are there; fetch it again")
+        raise IntegrityError(f"{what}: truncated, its header promises {position} bytes and {file_bytes} are there; {_AGAIN}")
     if position < file_bytes:
-        raise UnsafeFormatError(f"{what}: {file_bytes - position} bytes belong to no tensor; fetch the file again")
+        raise UnsafeFormatError(f"{what}: {file_bytes - position} bytes belong to no tensor; {_AGAIN}")
     return Header(tuple(specs), data_start)
 
 
@@ -142,18 +151,18 @@ def read_header(fd: int, *, what: str) -> Header:
     """
     size = os.fstat(fd).st_size
     if size == 0:
-        raise IntegrityError(f"{what}: empty; fetch it again")
+        raise IntegrityError(f"{what}: empty; {_AGAIN}")
     start = os.pread(fd, 8, 0)
     if len(start) < 8:
-        raise IntegrityError(f"{what}: truncated to {size} bytes; fetch it again")
+        raise IntegrityError(f"{what}: truncated to {size} bytes; {_AGAIN}")
     length = int.from_bytes(start, "little")
     if length > MAX_HEADER_BYTES:
         # Asked only here: a sound header of 640 bytes begins like a pickle.
         if start[:2] == b"PK" or (start[:1] == b"\x80" and 2 <= start[1] <= 5):
             raise UnsafeFormatError(f"{what}: a pickle under another name; {_CONVERT}")
-        raise UnsafeFormatError(f"{what}: not safetensors (a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed)")
+        raise UnsafeFormatError(f"{what}: not safetensors (a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed); {_AGAIN}")
     if 8 + length > size:
-        raise IntegrityError(f"{what}: truncated, its header alone is {length} bytes and the file has {size}; fetch it again")
+        raise IntegrityError(f"{what}: truncated, its header alone is {length} bytes and the file has {size}; {_AGAIN}")
     return parse_header(start + os.pread(fd, length, 8), size, what=what)
 
 
