@@ -467,6 +467,9 @@ def test_a_row_that_is_heard_of_late_waited_until_the_weights_were_there_and_no_
     assert [u.at_s for u in bench.facts(facts.OrderUsed)] == [ready_s - 2.0], "before it was ready: late"
     bench.tell(ev.Requested(ModelName("a"), bench.now_s - 7.0), 1.0)
     assert [s.wait_s for s in bench.facts(facts.RowServed)] == [0.0]
+    bench.plan(bench.wants("a", 1.0), bench.wants("b", 0.1), price=0.2)
+    bench.tell(ev.Requested(ModelName("b"), bench.now_s - 7.0), 1.0)
+    assert [(s.bypass, s.wait_s) for s in bench.facts(facts.RowServed)] == [(True, 5.0)], "it could have been opened all the time"
 
 
 def test_an_open_that_no_row_came_before_is_a_row_and_goes_with_its_holder() -> None:

@@ -17,7 +17,20 @@ from prefetcher.agent.agent import Agent, AgentOptions
 from prefetcher.agent.manifest import write_manifests
 from prefetcher.clock import ScaledClock
 from prefetcher.controller import records
-from prefetcher.core.types import Arm, Cause, DecisionId, DesiredWeights, ModelName, ModelVersion, NodeName, Order, Plan, Tier, WeightsKey
+from prefetcher.core.types import (
+    Arm,
+    Cause,
+    DecisionId,
+    DesiredWeights,
+    ModelName,
+    ModelVersion,
+    NodeName,
+    Order,
+    Plan,
+    RequestSeen,
+    Tier,
+    WeightsKey,
+)
 from prefetcher.errors import IntegrityError, PrefetcherError, UnavailableError
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher_connectors.memory import MemoryState
@@ -48,7 +61,8 @@ class Node:
         self.state = FlakyState()
         self.socket = folder / "run" / "agent.sock"
         options = AgentOptions(NODE, self.models_dir, 2_500_000, folder, socket=self.socket, lock="off", hold_s=100.0)
-        self.agent = Agent(options, self.state, self.clock, Metrics())
+        self.metrics = Metrics()
+        self.agent = Agent(options, self.state, self.clock, self.metrics)
         self.agent.start()
 
     def write(self, model: str, value: int) -> None:
@@ -59,6 +73,10 @@ class Node:
         raw = self.state._get(records.node_key(NODE, "report"))
         return None if raw is None else records.decode_report(raw)
 
+    def totals(self) -> dict[str, Any]:
+        raw = self.state._get(records.node_key(NODE, "totals"))
+        return {} if raw is None else msgspec.json.decode(raw)
+
     def held(self) -> dict[str, str]:
         report = self.report()
         return {} if report is None else {h.model: h.state for h in report.held}
@@ -67,7 +85,7 @@ class Node:
         raw = self.state.tail(records.node_key(NODE, "orders"), 100)
         return [msgspec.json.decode(item, type=records.OrderRecord) for item in raw]
 
-    def plan(self, *models: str, revision: int = 1, fence: int = 1, index: float = 1e-9) -> None:
+    def plan(self, *models: str, revision: int = 1, fence: int = 1, index: float = 1e-9, hold_s: float = 100.0) -> None:
         report = eventually(self.report)
         now_s = self.clock.now_s()
         desired = []
@@ -76,7 +94,7 @@ class Node:
             order = None
             if known.model in models:
                 decision_id = DecisionId(f"{fence}-{revision}-{known.model}")
-                order = Order(decision_id, NODE, key, Tier.HOST, Cause.FORECAST, Arm.TREATED, now_s, now_s + 60, now_s + 6000, 100.0)
+                order = Order(decision_id, NODE, key, Tier.HOST, Cause.FORECAST, Arm.TREATED, now_s, now_s + 60, now_s + 6000, hold_s)
             desired.append(DesiredWeights(key, index, 0.01, order=order))
         plan = Plan(NODE, revision, fence, now_s, 1e-16, tuple(desired))
         self.state.write({records.node_key(NODE, "plan"): records.encode(plan)})
@@ -193,6 +211,81 @@ def test_a_holder_that_dies_lets_go(node: Node) -> None:
     eventually(lambda: leases() == [0])
     assert node.agent.act("evict", "m0").ok
     eventually(lambda: "m0" not in node.held())
+
+
+def test_opens_that_no_row_came_before_are_announced_and_what_comes_back_counts_once(node: Node) -> None:
+    announced: list[RequestSeen] = []
+    node.agent.on_unannounced = announced.append
+    rows = [RequestSeen(node.clock.now_s(), ModelName("m0")), RequestSeen(node.clock.now_s(), ModelName("m1"))]
+    node.agent.requested(rows)
+    for _ in range(3):
+        assert opens(node, "m0")
+    assert opens(node, "m2")
+    eventually(lambda: len(announced) == 3)
+    assert sorted(row.model for row in announced) == ["m0", "m0", "m2"]
+    assert all(T0 <= row.ts <= node.clock.now_s() and row.node == NODE for row in announced)
+    node.agent.requested(announced)
+    for model in ("m0", "m2"):
+        assert opens(node, model)
+    eventually(lambda: len(announced) == 5)
+    eventually(lambda: node.totals().get("opens") == 6)
+    assert node.totals()["rows"] == 7, "two rows, five opens of their own"
+    assert not opens(node, "nobody")
+    assert len({row.request_id for row in announced}) == 5
+
+
+def test_an_open_that_overtakes_its_row_is_the_same_use(node: Node) -> None:
+    announced: list[RequestSeen] = []
+    node.agent.on_unannounced = announced.append
+    row = RequestSeen(node.clock.now_s(), ModelName("m0"))
+    assert opens(node, "m0")
+    node.agent.requested([row])
+    assert opens(node, "m1")
+    eventually(lambda: announced)
+    assert [found.model for found in announced] == ["m1"]
+    eventually(lambda: node.totals().get("opens") == 2)
+    assert node.totals()["rows"] == 2
+
+
+def test_an_index_that_comes_with_rows_is_taken_before_anything_is_compared(node: Node) -> None:
+    """Two of three models fit. By recency m0 would go; by what they save, m1."""
+    for model in ("m0", "m1"):
+        assert opens(node, model)
+    rows = [RequestSeen(node.clock.now_s(), ModelName(f"m{i}")) for i in (1, 0)]
+    node.agent.requested(rows, {"m0": 2e-9, "m1": 1e-9})
+    node.agent.requested([RequestSeen(node.clock.now_s(), ModelName("m2"))], {"m2": 3e-9})
+    eventually(lambda: node.held().get("m2") == "ready")
+    assert set(node.held()) == {"m0", "m2"}
+    node.agent.requested([RequestSeen(node.clock.now_s(), ModelName("m1"))], {"m1": 1e-12})
+    eventually(lambda: node.totals().get("bypassed") == 1)
+    node.agent.requested([RequestSeen(node.clock.now_s(), ModelName("m1"))], {"m1": 0.0, "m9": 7.0})
+    eventually(lambda: node.totals().get("bypassed") == 2)
+
+
+def test_the_report_says_who_waited_while_a_model_loaded(node: Node) -> None:
+    now_s = node.clock.now_s()
+    # The first load takes the link; of the two that wait then, the one with more rows goes next, and one row waits for the other.
+    node.agent.requested([RequestSeen(now_s, ModelName(model)) for model in ("m0", "m1", "m2", "m2")])
+    waiting = lambda: {k.model: (k.others, k.loads) for k in eventually(node.report).known}  # noqa: E731
+    eventually(lambda: waiting()["m2"] == (1.0, 1.0))
+    assert waiting()["m0"] == (0.0, 1.0)
+    assert eventually(node.report).waiting_rows > 0.0
+
+
+def test_totals_count_memory_that_is_still_held(node: Node) -> None:
+    assert opens(node, "m0")
+    first = eventually(lambda: (totals := node.totals()) and totals["idle_byte_seconds"] > 0 and totals)
+    eventually(lambda: node.totals()["idle_byte_seconds"] > first["idle_byte_seconds"])
+    with prefetcher.open("m0", socket_path=node.socket):
+        eventually(lambda: node.totals()["idle_byte_seconds"] == 0.0)
+        assert node.totals()["held_byte_seconds"] > first["held_byte_seconds"]
+    node.plan("m1", hold_s=1e6)
+    eventually(lambda: node.totals()["wasted_byte_seconds"] > 0.0)
+    assert opens(node, "m1")
+    eventually(lambda: node.totals()["wasted_byte_seconds"] == 0.0)
+    gauge = node.metrics.registry.get_sample_value("prefetcher_idle_byte_seconds")
+    assert gauge is not None
+    assert gauge > 0.0
 
 
 def test_many_at_once_stay_within_the_budget(node: Node) -> None:

@@ -504,7 +504,8 @@ class Agent:
     def requested(self, rows: Sequence[RequestSeen], index: Mapping[str, float] | None = None) -> None:
         """Fresh request rows: those of this node, or of no named one, are demand here.
 
-        `index` is by model what a held byte of its weights saves, in seconds of waiting a second, with these rows counted in.
+        `index` is by model what a held byte of its weights saves, in seconds of waiting a second, with these rows counted in; a model that
+        nothing is known of is not in it, or has 0 there, and is ranked by its last use.
         """
         mine = [row for row in rows if row.node is None or row.node == self._options.node]
         if mine:
@@ -513,7 +514,8 @@ class Agent:
     def _take_rows(self, rows: Sequence[RequestSeen], index: Mapping[str, float]) -> None:
         for row in rows:
             new = self._uses.row(row, self._clock.now_s())
-            self._hear(ev.Requested(row.model, row.ts, index.get(row.model), counted=not new))
+            known = index.get(row.model, 0.0)
+            self._hear(ev.Requested(row.model, row.ts, known if known > 0.0 else None, counted=not new))
 
     def act(self, act: str, model: str) -> Acted:
         target = ModelName(model)

@@ -222,14 +222,15 @@ class Transfers:
     def serve(self, weights: Weights, tier: Tier, now_s: float, *, bypass: bool = False, reason: str = "") -> None:
         """Everything that waits for the weights gets the copy in `tier`.
 
-        A row waited until they were ready there, however late it was heard of; served from below, until now and for the links above.
+        A row waited until they were ready there, however late it was heard of; served from below, while it was kept waiting and for the
+        links above.
         """
         copy = weights.copies[tier]
         link_s = self.link_s_above(weights, tier) if bypass else 0.0
-        there_s = now_s if bypass or copy.ready_s is None else copy.ready_s
+        there_s = now_s if copy.ready_s is None else copy.ready_s
         for row in weights.rows:
             self.mark_used(weights, copy, row.ts, now_s)
-            wait_s = max(0.0, there_s - row.ts) + link_s
+            wait_s = now_s - row.seen_s + link_s if bypass else max(0.0, there_s - row.ts)
             self.out.append(Record(RowServed(weights.key.model, row.ts, row.found, wait_s, bypass)))
         for waiter in weights.waiters:
             self.mark_used(weights, copy, waiter.seen_s, now_s)
