@@ -39,7 +39,12 @@ def run(
     trace: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Runs the suite and writes `json_out`; `policy` and `trace` (comma-separated) run a part. Figures are geometric means of ratios."""
+    """Runs the suite and writes `json_out`; `policy` and `trace` (comma-separated) run a part.
+
+    Figures are ratios of cold seconds, ours over theirs, as geometric means over the points: over the best peer of each point, over the
+    best simple rival with our rules, over the one peer that comes closest, over LRU, at each keep-alive's own GB·h, and on sparse traces;
+    beside them the worst point, and at how many points ours waits less than Belady.
+    """
     if suite is None or traces is None:
         raise UsageError("bench policies needs --suite FILE and --traces DIR")
     try:
@@ -67,7 +72,7 @@ def run(
         )
         points.append(_point(simulation, name, ratio, names))
         tell(_line(points[-1]))
-    result = {"points": points, "figures": _figures(points), "peers": list(PEERS), "machine": describe_machine()}
+    result = {"figures": _figures(points), "peers": _peers(points), "points": points, "machine": describe_machine()}
     Path(json_out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 
@@ -88,12 +93,20 @@ def _point(simulation: Simulation, trace: str, ratio: float, names: list[str]) -
         for name in KEEP_ALIVES:
             if name in policies:
                 equal[name] = read_hull(hull, policies[name]["held_gb_h"]).cold_seconds / max(policies[name]["cold_seconds"], 1e-9)
-    return {"trace": trace, "capacity_ratio": ratio, "policies": policies, "equal_gb_h": equal}
+    point: dict[str, Any] = {"trace": trace, "capacity_ratio": ratio, "policies": policies, "equal_gb_h": equal}
+    point["best_peer"] = min((n for n in PEERS if n in policies), key=lambda n: policies[n]["cold_seconds"], default=None)
+    point["over_best_peer"] = next(iter(_over([point], PEERS)), None)
+    return point
 
 
 def _best(point: dict[str, Any], names: tuple[str, ...]) -> float | None:
     cold = [point["policies"][n]["cold_seconds"] for n in names if n in point["policies"]]
     return min(cold) if cold else None
+
+
+def _peers(points: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Of each peer: ours over it, the geometric mean over the points that ran both."""
+    return {name: _geomean(_over(points, (name,))) for name in PEERS if any(name in point["policies"] for point in points)}
 
 
 def _geomean(ratios: list[float]) -> float | None:
@@ -129,7 +142,7 @@ def _figures(points: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def _line(point: dict[str, Any]) -> str:
-    best, mine = _best(point, PEERS), point["policies"].get(OURS)
-    ratio = f"{mine['cold_seconds'] / best:.3f} of the best peer" if mine and best else "–"
+    mine, over = point["policies"].get(OURS), point["over_best_peer"]
+    ratio = f"{over:.3f} of the best peer, {point['best_peer']}" if over is not None else "–"
     cold = f"{mine['cold_seconds']:,.0f}" if mine else "–"
     return f"{point['trace']} {point['capacity_ratio']:.2f}: ours {cold} s cold, {ratio}"

@@ -47,7 +47,7 @@ def run(json_out: Path, *, traces: Path | None = None, trace: str = "servegen_m_
                 print(f"{policy}, {of.stem}: {took_s:.1f} s", flush=True)
     peak_gb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
     figures = {**seconds, "scale_2x": seconds["ours_s"] / seconds["half_s"], "peak_gb": peak_gb}
-    result = {"figures": figures, "peers": {"trace": trace}, "machine": describe_machine()}
+    result = {"figures": figures, "peers": {}, "trace": trace, "machine": describe_machine()}
     Path(json_out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 
