@@ -47,6 +47,8 @@ class App:
         self._closing: list[tuple[str, Callable[[], None]]] = []
         self.clock = _clock(settings)
         self.address = ""
+        #: Why the application ended by itself, '' while it did not.
+        self.failure = ""
 
     def start(self) -> None:
         """Starts every part. Raises PrefetcherError and leaves nothing running when one of them can't be started."""
@@ -119,7 +121,7 @@ class App:
             metrics,
             ControllerOptions((node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s),
             arm_of=group.arm,
-            on_rows=lambda rows, index: agent.requested(rows),
+            on_rows=agent.requested,
             on_plan=lambda node: agent.plan_written(),
         )
         controller.start()
@@ -129,7 +131,18 @@ class App:
 
     def _run_thread(self, name: str, run: Callable[[threading.Event], None]) -> None:
         stop = threading.Event()
-        thread = threading.Thread(target=run, args=(stop,), name=name)
+
+        def run_or_end() -> None:
+            try:
+                run(stop)
+            except BaseException as exc:
+                # Without this part the process must not look healthy: it ends, and whoever runs it starts it again.
+                self.failure = f"the {name} stopped: {exc!r}; its log has more; start `prefetcher up` again"
+                log().error("part_died", part=name, reason=repr(exc))
+                self.ask_to_stop()
+                raise
+
+        thread = threading.Thread(target=run_or_end, name=name)
         thread.start()
 
         def end() -> None:

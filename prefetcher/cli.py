@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from prefetcher.errors import PrefetcherError, UsageError
+from prefetcher.errors import PrefetcherError, UnavailableError, UsageError
 
 __all__ = ["app", "main"]
 
@@ -102,6 +102,8 @@ def up(
         application.wait()
     finally:
         application.stop()
+    if application.failure:
+        raise UnavailableError(application.failure)
 
 
 @app.command()

@@ -33,7 +33,7 @@ def test_the_catalog_is_what_the_demo_promises() -> None:
     assert len(sizes) == 12
     assert min(sizes) == 40
     assert max(sizes) == 400
-    assert 1_800 < sum(sizes) < 2_200
+    assert 1_400 < sum(sizes) < 1_600
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path) -> None:

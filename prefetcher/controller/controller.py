@@ -7,6 +7,7 @@ of the outside comes in through ports.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -179,21 +180,26 @@ class Controller:
         more = len(batch.requests) + len(batch.bad) >= _ROWS_A_STEP
         tick = "tick" in wanted and not more
         if batch.next_position != self._learner.position or tick:
-            taken = self._learner.take(batch.requests, batch.next_position, now_s, caught_up=not more)
-            if taken.repeated:
-                self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
-            self._let_shadows_see(taken, now_s if not more else -np.inf)
-            fresh = [row for row in taken.rows if now_s - row.ts <= _FRESH_S * self._clock.speed]
-            if fresh:
-                self._on_rows(fresh, self._index_after(fresh, now_s))
-                if taken.started:
-                    wanted.add("started")
+            pieces = _by_hour(batch.requests)
+            for number, piece in enumerate(pieces, start=1):
+                last = number == len(pieces)
+                caught_up = last and not more
+                taken = self._learner.take(piece, batch.next_position if last else self._learner.position, now_s, caught_up=caught_up)
+                if taken.repeated:
+                    self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
+                self._let_shadows_see(taken, now_s if caught_up else -np.inf)
+                self.alive_s = self._clock.steady_s()
+                if not caught_up and self._refit is None:
+                    # History is being read, nobody waits for a plan, and what comes next is to be scored by what was before.
+                    self._learner.refit_now(self._learner.traffic.newest_s)
+                fresh = [row for row in taken.rows if now_s - row.ts <= _FRESH_S * self._clock.speed]
+                if fresh:
+                    self._on_rows(fresh, self._index_after(fresh, now_s))
+                    if taken.started:
+                        wanted.add("started")
         self._metrics.lag.set(self._stream.end() - self._learner.position)
         if more:
             self._wanted |= wanted - {"tick"}
-            if self._refit is None:
-                # History is being read, nobody waits for a plan, and what comes next is to be scored by what was before.
-                self._learner.refit_now(self._learner.traffic.newest_s)
             return True
         if tick:
             self._next_tick_s = (now_s // self._options.tick_s + 1.0) * self._options.tick_s
@@ -358,10 +364,11 @@ class Controller:
 
     def _count_fallbacks(self) -> None:
         for key, count in self._learner.fallback_counts().items():
-            new = count - self._counted.get(key, 0)
+            # A copy that was fitted meanwhile knows fewer of them.
+            new = max(0, count - self._counted.get(key, 0))
             if new:
                 self._metrics.fallbacks.labels(predictor=key[0], reason=key[1]).inc(new)
-                self._counted[key] = count
+            self._counted[key] = count
 
     def _look_after_fit(self, now_s: float) -> None:
         if self._refit is not None:
@@ -395,3 +402,13 @@ class Controller:
             self._stream.drop_before(self._saved_position)
         else:
             self.deposed = True
+
+
+def _by_hour(rows: Sequence[RequestSeen]) -> list[Sequence[RequestSeen]]:
+    """The rows cut where an hour of the log begins, at least one piece: history is learned from hour by hour, as it would have been."""
+    cuts, newest_s = [], -np.inf
+    for i, row in enumerate(rows):
+        if i and row.ts // 3600.0 > newest_s // 3600.0:
+            cuts.append(i)
+        newest_s = max(newest_s, row.ts)
+    return [rows[start:end] for start, end in itertools.pairwise([0, *cuts, len(rows)])]

@@ -1,4 +1,4 @@
-"""A dozen real models for the demo: safetensors files of random half-precision weights, about 2 GB in all.
+"""A dozen real models for the demo: safetensors files of random half-precision weights, 1.5 GB in all.
 
 Covers making the files and manifests, and remembering what one tensor of each must hash to. Covers no serving.
 """
@@ -6,6 +6,7 @@ Covers making the files and manifests, and remembering what one tensor of each m
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,19 +18,19 @@ import xxhash
 from prefetcher.agent.manifest import write_manifests
 from prefetcher.errors import NoRoomError
 
-__all__ = ["MODELS", "DemoModel", "make_models"]
+__all__ = ["MODELS", "DemoModel", "drop_from_page_cache", "make_models"]
 
-#: Name and megabytes: 40 to 400 MB, 2.0 GB together.
+#: Name and megabytes: 40 to 400 MB, 1.5 GB together.
 MODELS: tuple[tuple[str, int], ...] = (
     ("chat-large", 400),
-    ("code-large", 320),
-    ("chat-small", 240),
-    ("vision", 200),
-    ("translate", 180),
-    ("summarize", 160),
-    ("speech", 140),
-    ("rerank", 120),
-    ("embed", 80),
+    ("code-large", 240),
+    ("chat-small", 160),
+    ("vision", 120),
+    ("translate", 100),
+    ("summarize", 100),
+    ("speech", 80),
+    ("rerank", 80),
+    ("embed", 60),
     ("moderate", 60),
     ("ocr", 50),
     ("adapter-legal", 40),
@@ -42,9 +43,10 @@ _SPARE_BYTES = 200_000_000
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A model, its tensors' bytes, and the xxh3_64 of the tensor that clients check."""
+    """A model, its folder, its tensors' bytes, and the xxh3_64 of the tensor that clients check."""
 
     name: str
+    folder: Path
     bytes: int
     checked_tensor: str
     digest: int
@@ -65,9 +67,7 @@ def make_models(
     need = sum(mb for _, mb in sizes) * 1_000_000 + _SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if free < need:
-        raise NoRoomError(
-            f"{folder} has {free / 1e9:.1f} GB free and the demo needs {need / 1e9:.1f}; name another --out"
-        )
+        raise NoRoomError(f"{folder} has {free / 1e9:.1f} GB free and the demo needs {need / 1e9:.1f}; name another --out")
     rng = np.random.default_rng(seed)
     made = []
     for name, mb in sizes:
@@ -75,7 +75,17 @@ def make_models(
         made.append(_write_model(folder / name, name, mb * 1_000_000, rng))
     progress("hashing manifests")
     write_manifests(folder)
+    for model in made:
+        drop_from_page_cache(model.folder)
     return made
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Has the system forget a model's files, so that whoever opens them reads the disk."""
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write_model(folder: Path, name: str, total: int, rng: np.random.Generator) -> DemoModel:
@@ -83,8 +93,7 @@ def _write_model(folder: Path, name: str, total: int, rng: np.random.Generator) 
     rows = total // _TENSORS // 2048
     size = rows * 2048
     header = {
-        f"layers.{i}.weight": {"dtype": "F16", "shape": [rows, 1024], "data_offsets": [i * size, (i + 1) * size]}
-        for i in range(_TENSORS)
+        f"layers.{i}.weight": {"dtype": "F16", "shape": [rows, 1024], "data_offsets": [i * size, (i + 1) * size]} for i in range(_TENSORS)
     }
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
@@ -98,4 +107,4 @@ def _write_model(folder: Path, name: str, total: int, rng: np.random.Generator) 
                 file.write(block)
                 if i == 0:
                     hashed.update(block)
-    return DemoModel(name, size * _TENSORS, "layers.0.weight", hashed.intdigest())
+    return DemoModel(name, folder, size * _TENSORS, "layers.0.weight", hashed.intdigest())

@@ -44,9 +44,7 @@ def up_command() -> list[str]:
 class DemoNode:
     """Runs from `__enter__` to `__exit__`. `origin_s` is the demo clock's start, `speed` how fast it runs."""
 
-    def __init__(
-        self, folder: Path, models: Path, host_bytes: int, speed: float, origin_s: float, clock: Clock, tag: str
-    ) -> None:
+    def __init__(self, folder: Path, models: Path, host_bytes: int, speed: float, origin_s: float, clock: Clock, tag: str) -> None:
         self._folder, self._clock, self._speed = folder, clock, speed
         folder.mkdir(parents=True, exist_ok=True)
         # A socket's path may have 107 bytes, so it doesn't lie under the output folder.
@@ -64,8 +62,8 @@ class DemoNode:
             "PREFETCHER_API__PORT": "0",
             "PREFETCHER_CLOCK__SPEED": str(speed),
             "PREFETCHER_CLOCK__ORIGIN_S": str(origin_s),
-            "PREFETCHER_DECISION__TICK_S": "300",
-            "PREFETCHER_DECISION__HOLD_S": "3600",
+            "PREFETCHER_DECISION__TICK_S": "120",
+            "PREFETCHER_DECISION__HOLD_S": "1800",
             "PREFETCHER_DECISION__CONTROL_RATIO": "0",
             "PREFETCHER_LOG__FORMAT": "json",
         }
@@ -75,9 +73,7 @@ class DemoNode:
     def __enter__(self) -> Self:
         log = self._folder / "node.log"
         with log.open("wb") as out:
-            self._child = subprocess.Popen(
-                up_command(), env=self._environment, stdout=out, stderr=out, start_new_session=True
-            )
+            self._child = subprocess.Popen(up_command(), env=self._environment, stdout=out, stderr=out, start_new_session=True)
         try:
             self._wait_until_ready(log)
         except BaseException:
@@ -102,9 +98,7 @@ class DemoNode:
         last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise UnavailableError(f"`prefetcher up` did not start: {last[0]}; its log is {log}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         if self._child is not None and self._child.poll() is None:
             self._child.send_signal(signal.SIGTERM)
             try:
@@ -130,11 +124,14 @@ class DemoNode:
         except (urllib.error.URLError, OSError) as exc:
             raise UnavailableError(f"the demo's node does not answer at {self.url}{path}: {exc}") from exc
 
+    def lag_bytes(self) -> float:
+        """How much of the request log was not learned from yet."""
+        return _gauge(self._text("/metrics"), "prefetcher_stream_lag_bytes")
+
     def read(self) -> Reading:
         status, metrics = self.ask("/v1/status"), self._text("/metrics")
         outcomes = {
-            name: int(float(count))
-            for name, count in re.findall(r'^prefetcher_outcomes_total\{outcome="(\w+)"\} (\S+)$', metrics, re.M)
+            name: int(float(count)) for name, count in re.findall(r'^prefetcher_outcomes_total\{outcome="(\w+)"\} (\S+)$', metrics, re.M)
         }
         return Reading(
             now_s=float(status["now_s"]),

@@ -94,13 +94,10 @@ def write_page(path: Path, sides: Sequence[Side], notes: Sequence[str]) -> None:
     drawn = json.dumps(figures(sides), allow_nan=False).replace("</", "<\\/")
     head = "".join(f"<th>{escape(side.name)}</th>" for side in sides)
     rows = "".join(
-        f"<tr><th>{escape(words)}</th>" + "".join(f"<td>{escape(say(side))}</td>" for side in sides) + "</tr>"
-        for words, say in ROWS
+        f"<tr><th>{escape(words)}</th>" + "".join(f"<td>{escape(say(side))}</td>" for side in sides) + "</tr>" for words, say in ROWS
     )
     titles = {"cold": "When cold starts fell", "waits": "Waits", "memory": "Memory held"}
-    charts = "".join(
-        f'<section><h2>{words}</h2><div class="card chart" id="{key}"></div></section>' for key, words in titles.items()
-    )
+    charts = "".join(f'<section><h2>{words}</h2><div class="card chart" id="{key}"></div></section>' for key, words in titles.items())
     css = (files("prefetcher.replay") / "report.css").read_text(encoding="utf-8")
     script = "for (const [k, f] of Object.entries(JSON.parse(document.getElementById('drawn').textContent)))"
     script += " Plotly.newPlot(k, f.data, f.layout, {responsive: true, displaylogo: false});"

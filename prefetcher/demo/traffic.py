@@ -1,4 +1,4 @@
-"""The demo's traffic: two days with peaks, a bursty tail, and models that follow each other. Pure and seeded."""
+"""The demo's traffic: days with peaks, a bursty tail, and models that follow each other. Pure and seeded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _DAILY = (
     ("summarize", 35, 8.0, 1.0),
 )
 #: A batch that comes at a fixed beat: (model, period in seconds, jitter in seconds).
-_BEATS = (("moderate", 5400.0, 120.0), ("rerank", 7200.0, 180.0))
+_BEATS = (("moderate", 1800.0, 30.0), ("rerank", 3600.0, 60.0))
 #: Bursts a day, and requests in one.
-_TAIL = (("vision", 4, 6), ("translate", 3, 5), ("adapter-legal", 3, 4))
+_TAIL = (("vision", 8, 6), ("translate", 8, 5), ("adapter-legal", 4, 4))
 #: (first, then, chance, mean seconds between): who follows whom.
-_FOLLOWS = (("vision", "ocr", 0.9, 900.0), ("translate", "speech", 0.8, 1200.0), ("code-large", "rerank", 0.3, 900.0))
+_FOLLOWS = (("vision", "ocr", 0.9, 150.0), ("translate", "speech", 0.9, 150.0), ("code-large", "rerank", 0.3, 600.0))
 
 
 @dataclass(frozen=True, slots=True, order=True)
