@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import prefetcher
 from prefetcher.agent.headers import parse_header
 from prefetcher.agent.manifest import MANIFEST_NAME, write_manifests
 from prefetcher.api.client import get
+from prefetcher.bench.load import _cached_pages, _make_cold
 from prefetcher.errors import IntegrityError, ManifestError, ModelNotFoundError, PrefetcherError, UnsafeFormatError
 
 COMMAND = [sys.executable, "-m", "prefetcher"]
@@ -166,17 +168,11 @@ LATER: dict[str, tuple[Change, type[PrefetcherError], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    folder = tmp_path_factory.mktemp("up")
-    models = folder / "models"
-    for number, name in enumerate((*LATER, "good")):
-        make(models / name, number)
-        write_manifests(models / name)
-    for name, (spoil, _, _) in LATER.items():
-        spoil(models / name)
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[str]:
+    """`prefetcher up` with everything of its own under `folder`, whose `models` are there already."""
     # fmt: off
-    options = ["--models", str(models), "--host-bytes", "20MB", "--state-dir", str(folder / "state"), "--port", "0",
+    options = ["--models", str(folder / "models"), "--host-bytes", "20MB", "--state-dir", str(folder / "state"), "--port", "0",
                "--socket", str(folder / "run" / "agent.sock"), "--log-format", "json", "--lock", "off"]
     # fmt: on
     with (folder / "log").open("w") as log:
@@ -185,8 +181,42 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert "is up at" in line, (folder / "log").read_text()
-        yield line.split()[-1], folder
+        yield line.split()[-1]
         process.send_signal(signal.SIGTERM)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    folder = tmp_path_factory.mktemp("up")
+    for number, name in enumerate((*LATER, "good")):
+        make(folder / "models" / name, number)
+        write_manifests(folder / "models" / name)
+    for name, (spoil, _, _) in LATER.items():
+        spoil(folder / "models" / name)
+    with running(folder) as url:
+        yield url, folder
+
+
+def test_bad_bytes_are_not_read_again_after_a_restart_and_serve_once_they_are_replaced(tmp_path: Path) -> None:
+    model = make(tmp_path / "models" / "m", 7)
+    right = (model / "w.safetensors").read_bytes()
+    write_manifests(tmp_path / "models")
+    flip(model)
+    file = model / "w.safetensors"
+    with file.open("rb") as written:
+        os.fsync(written.fileno())
+    for _ in range(2):
+        on_a_disk = _make_cold([file]) == 0.0
+        with running(tmp_path), pytest.raises(IntegrityError, match="differs from its manifest"):
+            prefetcher.open("m", socket_path=tmp_path / "run" / "agent.sock", timeout_s=20)
+    events = [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert "load_failed" not in events
+    if on_a_disk:
+        assert _cached_pages(file)[0] == 0
+    assert sorted(p.name for p in model.iterdir()) == [MANIFEST_NAME, "w.safetensors"]
+    file.write_bytes(right)
+    with running(tmp_path), prefetcher.open("m", socket_path=tmp_path / "run" / "agent.sock", timeout_s=20) as tensors:
+        assert tensors["w"][0] == 7
 
 
 @pytest.mark.parametrize("name", LATER)

@@ -66,6 +66,7 @@ class Moves:
             return
         bad = self.disk.quarantined(source)
         if bad is not None:
+            log().warning("load_refused", model=told.key.model, reason=bad, then="replace the file, or make its manifest again")
             self.post(ev.LoadFailed(told.key, told.to_tier, bad, source_bad=True))
             return
         move = _Move(LoadControl(None if told.cause is Cause.DEMAND else self.prefetch_bytes_per_s))

@@ -212,7 +212,7 @@ def run(
     *,
     folder: Path | None = None,
     total_bytes: int = 1 << 30,
-    rounds: int = 9,
+    rounds: int = 11,
 ) -> dict[str, Any]:
     """Measures and returns {"figures", "phases", "peers", "method", "machine"}; ratios are medians of paired runs.
 
