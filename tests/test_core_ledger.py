@@ -248,7 +248,7 @@ class LedgerMachine(RuleBasedStateMachine):
         written = json.loads(json.dumps(self.ledger.snapshot()))
         self.ledger = Ledger(keep_hours=1)
         self.ledger.restore(written)
-        assert json.loads(json.dumps(self.ledger.snapshot())) == written
+        assert json.loads(json.dumps(self.ledger.snapshot())) == json.loads(self.ledger.encoded()) == written
 
     def all_records(self) -> list[OrderEntry]:
         kept = Ledger()

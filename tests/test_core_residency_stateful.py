@@ -345,7 +345,7 @@ class Residency(RuleBasedStateMachine):
         written = json.loads(json.dumps(self.machine.snapshot()))
         self.twin = a_machine()
         self.twin.restore(written)
-        assert json.loads(json.dumps(self.twin.snapshot())) == written
+        assert json.loads(json.dumps(self.twin.snapshot())) == json.loads(self.twin.encoded()) == written
 
     @rule(data=st.data())
     def agent_is_killed_and_starts_again(self, data: st.DataObject) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 import pytest
 
-from prefetcher.agent.orderbook import LedgerState, MachineState, OrderBook, decode_state
-from prefetcher.agent.uses import UsesState
+from prefetcher.agent.orderbook import OrderBook
 from prefetcher.controller import records
 from prefetcher.core import facts
 from prefetcher.core.facts import Ending, Found
@@ -123,12 +124,9 @@ def test_a_book_goes_on_from_what_was_written_and_tells_again_what_was_not_told(
     told = book.take_changed()
     book.told(told[:1])
     tell(book, facts.OrderBegan(second, 1.0), facts.OrderReady(second, 2.0), facts.RowSeen(KEY.model, 1.0, Found.READY))
-    raw = records.encode(book.snapshot(UsesState({KEY.model: [3.0]})))
 
     again = OrderBook()
-    state = decode_state(raw, LedgerState)
-    again.restore(state)
-    assert state.uses.rows == {KEY.model: [3.0]}
+    again.restore(json.loads(book.ledger.encoded()), list(book.untold.values()))
     assert [r.decision_id for r in again.untold.values()] == ["2"]
     assert [(r.decision_id, r.ready_s) for r in again.take_changed()] == [("2", 2.0)], "changed, and not yet told"
     assert again.totals([], Arm.TREATED) == book.totals([], Arm.TREATED)
@@ -136,13 +134,10 @@ def test_a_book_goes_on_from_what_was_written_and_tells_again_what_was_not_told(
     assert {r.decision_id: r.outcome for r in again.take_changed()} == {first: "lost", second: "lost"}
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b'{"ledger": 3}', b"\xff"])
-def test_a_state_that_is_none_is_refused(raw: bytes) -> None:
-    for kind in (LedgerState, MachineState):
-        with pytest.raises(InputError):
-            decode_state(raw, kind)
+@pytest.mark.parametrize("snapshot", [3, None, {}, {"format": 1}])
+def test_a_ledger_that_is_none_is_refused(snapshot: object) -> None:
     with pytest.raises(InputError):
-        OrderBook().restore(LedgerState({"format": 1}))
+        OrderBook().restore(snapshot, [])
 
 
 def test_records_in_the_store_can_be_read_back() -> None:

@@ -251,7 +251,7 @@ def test_rows_that_are_read_again_after_a_restart_count_once(node: Node) -> None
 
 
 def test_a_state_that_can_not_be_read_is_an_error_in_the_log_and_an_empty_start(node: Node) -> None:
-    for raw in (b"nonsense", b'{"ledger": {"format": 1}, "machine": {"format": 1}}'):
+    for raw in (b"nonsense", b"[]", b"{}", b'{"ledger": 3, "machine": null}', b'{"ledger": {"format": 1}, "machine": {"format": 1}}'):
         node.state.write({records.node_key(NODE, what): raw for what in ("ledger", "machine")})
         with structlog.testing.capture_logs() as logged:
             node.agent.start()

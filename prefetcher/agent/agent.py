@@ -21,10 +21,11 @@ from prefetcher.agent import client, protocol
 from prefetcher.agent.disk import DiskTier
 from prefetcher.agent.hostfolder import LockPolicy
 from prefetcher.agent.hostmem import HostArena
+from prefetcher.agent.kept import Kept
 from prefetcher.agent.lease_server import Grant, GrantedFile, Holder, LeaseServer
 from prefetcher.agent.manifest import Catalog, ModelSource, scan_models_folder
 from prefetcher.agent.moves import Moves
-from prefetcher.agent.orderbook import LedgerState, MachineState, OrderBook, decode_state
+from prefetcher.agent.orderbook import OrderBook
 from prefetcher.agent.report import LinkMeter, make_report
 from prefetcher.agent.uses import Uses
 from prefetcher.clock import Clock
@@ -36,7 +37,6 @@ from prefetcher.core.residency import ResidencyMachine
 from prefetcher.core.types import Arm, Cause, ModelName, ModelVersion, NodeName, RequestSeen, Tier, WeightsKey
 from prefetcher.core.value import price_per_byte_s
 from prefetcher.errors import (
-    InputError,
     IntegrityError,
     ModelNotFoundError,
     NoRoomError,
@@ -53,14 +53,6 @@ __all__ = ["Agent", "AgentOptions"]
 #: Real seconds between looks at timers, and between reports without a change.
 _TICK_S = 0.1
 _REPORT_S = 1.0
-#: Real seconds between writes of ledger and machine when something happened, and when only time passed: as much of what is held would
-#: go uncounted after a crash.
-_SAVE_S = 1.0
-_SAVE_IDLE_S = 10.0
-#: A write takes at most a twentieth of the loop's time, however large the node is.
-_SAVE_SHARE = 20.0
-#: A snapshot from further ahead was made by a clock that was wrong; the machine's time would stand still until then.
-_AHEAD_S = 60.0
 #: Real seconds between looks at the models folder.
 _SCAN_S = 5.0
 #: An act by hand is answered by the machine at once; longer means that the loop hangs.
@@ -133,9 +125,6 @@ class Agent:
         self._reported_at_s = -1e18
         self._changed = True
         self._state_away = False
-        self._unsaved = True
-        self._saved_at_s = -1e18
-        self._save_due_s = -1e18
         self._load_started: dict[WeightsKey, float] = {}
         self.on_order_ended: Callable[[str, str], None] = lambda decision_id, outcome: None
         self.on_unannounced: Callable[[RequestSeen], None] = lambda row: None
@@ -151,6 +140,7 @@ class Agent:
             ).on_clock(clock.speed),
             seed=options.seed,
         )
+        self._kept = Kept(state, clock, self._machine, self._book, self._uses, self._meter)
 
     # --- life ---
 
@@ -188,13 +178,10 @@ class Agent:
 
     def _go_on(self, catalog: Catalog, adopted: Iterable[WeightsKey]) -> None:
         """Takes over what the last agent of this node wrote, then what is there now: memory, weights, the switch, pins."""
-        node = self._options.node
-        keys = [records.SWITCH, records.PINS, records.node_key(node, "ledger"), records.node_key(node, "machine")]
-        switch, pins, ledger, machine = self._state.read_many(keys)
+        switch, pins = self._state.read_many([records.SWITCH, records.PINS])
         on = switch is None or msgspec.json.decode(switch, type=records.Switch).on
         pinned = {ModelName(model) for model in msgspec.json.decode(pins, type=list[str])} if pins else set()
-        self._restore_ledger(ledger)
-        self._restore_machine(machine)
+        self._kept.restore()
         self._machine.links.price_per_byte_s = price_per_byte_s(self._options.price_s_per_gb_h)
         self._machine.plans.switched_off = not on
         kept = frozenset((key, Tier.HOST) for key in adopted)
@@ -207,32 +194,6 @@ class Agent:
         for model in sorted(pinned - by_hand):
             self._hear(ev.Pinned(model))
 
-    def _restore_ledger(self, raw: bytes | None) -> None:
-        if raw is None:
-            return
-        try:
-            state = decode_state(raw, LedgerState)
-            self._book.restore(state)
-        except InputError as exc:
-            log().error("ledger_unreadable", reason=str(exc), then="starting an empty one")
-            return
-        self._uses.restore(state.uses, self._clock.now_s())
-
-    def _restore_machine(self, raw: bytes | None) -> None:
-        now_s = self._clock.now_s()
-        try:
-            if raw is not None:
-                state = decode_state(raw, MachineState)
-                ahead_s = float(state.machine.get("now_s", now_s)) - now_s
-                if ahead_s > _AHEAD_S * self._clock.speed:
-                    raise InputError(f"it was written {ahead_s:.0f} s from now: set the clock")
-                self._machine.restore(state.machine)
-                self._meter.restore(state.link)
-                return
-        except InputError as exc:
-            log().error("machine_unreadable", reason=str(exc), then="starting an empty one")
-        self._book.lose_all(self._options.node, now_s)
-
     def close(self) -> None:
         """Ends leases, loads and the loop, and gives the memory back."""
         if self._server is not None:
@@ -243,7 +204,7 @@ class Agent:
                 thread.join()
         if self._loop is not None:
             try:
-                self._save()
+                self._kept.save(self._totals())
             except UnavailableError as exc:
                 log().error("ledger_not_saved", reason=str(exc), then="what happened since the last write is not counted")
         if self._arena is not None:
@@ -286,7 +247,7 @@ class Agent:
         if out:
             self._changed = True
         if out or not isinstance(event, ev.Ticked):
-            self._unsaved = True
+            self._kept.changed = True
         for told in out:
             self._do(told, event)
         if isinstance(event, ev.Requested | ev.LeaseRequested):
@@ -302,7 +263,7 @@ class Agent:
 
     def _announce(self) -> None:
         for row in self._uses.overdue(self._clock.now_s(), self._rows_waiting):
-            self._unsaved = True
+            self._kept.changed = True
             try:
                 self.on_unannounced(row)
             except PrefetcherError as exc:
@@ -402,8 +363,8 @@ class Agent:
         try:
             self._read_plan()
             self._report(now_s)
-            if now_s >= self._save_due_s and (self._unsaved or self._book.untold or now_s - self._saved_at_s >= _SAVE_IDLE_S):
-                self._save()
+            if self._kept.is_due():
+                self._kept.save(self._totals())
             self._state_away = False
         except UnavailableError as exc:
             self._reported_at_s = now_s
@@ -435,7 +396,7 @@ class Agent:
         items = {records.node_key(node, "report"): records.encode(report)}
         self._state.write(items, expire_s=records.REPORT_EXPIRES_S)
         totals = self._totals()
-        if not self._unsaved:
+        if not self._kept.changed:
             self._state.write({records.node_key(node, "totals"): records.encode(totals)})
         usage = self._arena.usage()
         for use in ("budget", "loading", "published", "lingering", "locked", "allocated"):
@@ -447,24 +408,6 @@ class Agent:
     def _totals(self) -> dict[str, Any]:
         now_s = self._clock.now_s()
         return self._book.totals(self._machine.held(now_s), self.arm_of(now_s))
-
-    def _save(self) -> None:
-        """Writes ledger, machine and totals at once: what was shown is never taken back by a crash, and orders are told on after that."""
-        node, started_s = self._options.node, self._clock_real()
-        self._book.forget(self._clock.now_s())
-        untold = list(self._book.untold.values())
-        self._state.write(
-            {
-                records.node_key(node, "ledger"): records.encode(self._book.snapshot(self._uses.snapshot())),
-                records.node_key(node, "machine"): records.encode(MachineState(self._machine.snapshot(), self._meter.snapshot())),
-                records.node_key(node, "totals"): records.encode(self._totals()),
-            }
-        )
-        self._unsaved = False
-        self._state.append(records.node_key(node, "orders"), [records.encode(order) for order in untold], records.ORDERS_KEPT)
-        self._book.told(untold)
-        self._saved_at_s = self._clock_real()
-        self._save_due_s = self._saved_at_s + max(_SAVE_S, _SAVE_SHARE * (self._saved_at_s - started_s))
 
     # --- the models folder ---
 

@@ -1,50 +1,19 @@
-"""The node's ledger as others see it: order records, totals, and a state that survives the agent.
+"""The node's ledger as others see it: order records, and totals.
 
-A thin shell around `core.ledger`, which does the arithmetic. Times are seconds since 1970 UTC, sizes bytes. The ledger is written together
-with the residency machine that made its facts; orders are told on only after that, and again after a crash in between.
+A thin shell around `core.ledger`, which does the arithmetic. Times are seconds since 1970 UTC, sizes bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from prefetcher.agent.uses import UsesState
 from prefetcher.controller.records import OrderRecord
 from prefetcher.core.facts import Fact, Found, NodeLost, ResidencyEnded
 from prefetcher.core.ledger import Ledger, OrderEntry, Totals, sum_totals
 from prefetcher.core.types import Arm, Cause, DecisionId, NodeName
-from prefetcher.errors import InputError
 
-__all__ = ["LedgerState", "MachineState", "OrderBook", "decode_state", "totals_of"]
-
-
-class LedgerState(msgspec.Struct):
-    """What is written under a node's `ledger` key. `untold` are order records that the list of orders may lack."""
-
-    ledger: dict[str, Any]
-    untold: list[OrderRecord] = []
-    uses: UsesState = msgspec.field(default_factory=UsesState)
-
-
-class MachineState(msgspec.Struct):
-    """What is written under a node's `machine` key: its residency machine and what was measured of its link."""
-
-    machine: dict[str, Any]
-    link: dict[str, Any] = {}
-
-
-_State = TypeVar("_State", LedgerState, MachineState)
-
-
-def decode_state(raw: bytes, kind: type[_State]) -> _State:
-    """Raises InputError when `raw` is something else."""
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.MsgspecError as exc:
-        raise InputError(f"not the state of a node: {exc}") from exc
+__all__ = ["OrderBook", "totals_of"]
 
 
 class OrderBook:
@@ -82,13 +51,10 @@ class OrderBook:
         """All sums; memory that is still `held` counts as if it were given back now."""
         return totals_of(self.ledger.lifetime(held, arm=arm))
 
-    def snapshot(self, uses: UsesState) -> LedgerState:
-        return LedgerState(self.ledger.snapshot(), list(self.untold.values()), uses)
-
-    def restore(self, state: LedgerState) -> None:
-        """Goes on from a snapshot. Raises InputError."""
-        self.ledger.restore(state.ledger)
-        self.untold = {DecisionId(record.decision_id): record for record in state.untold}
+    def restore(self, snapshot: Any, untold: Iterable[OrderRecord]) -> None:
+        """Goes on from a snapshot of the ledger. Raises InputError."""
+        self.ledger.restore(snapshot)
+        self.untold = {DecisionId(record.decision_id): record for record in untold}
 
     def lose_all(self, node: NodeName, at_s: float) -> None:
         """The machine behind these orders is gone."""

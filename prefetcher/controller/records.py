@@ -14,8 +14,8 @@
 | `prefetcher:{node/N}:report` | `NodeReport` of node N | agent | after `REPORT_EXPIRES_S` |
 | `prefetcher:{node/N}:totals` | what node N's ledger adds up to, with memory that is still held (`agent.orderbook`) | agent | never |
 | `prefetcher:{node/N}:orders` | list of `OrderRecord`, one for each change; the last `ORDERS_KEPT` | agent | by count |
-| `prefetcher:{node/N}:ledger` | `agent.orderbook.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
-| `prefetcher:{node/N}:machine` | `agent.orderbook.MachineState` of node N, written together with its ledger and totals | agent | never |
+| `prefetcher:{node/N}:ledger` | `agent.kept.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
+| `prefetcher:{node/N}:machine` | `agent.kept.MachineState` of node N, written together with its ledger and totals | agent | never |
 
 The braces are hash tags: keys that are written together lie in one slot of a cluster. Records are JSON but for `learned` and `shadows`.
 """

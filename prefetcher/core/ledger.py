@@ -182,7 +182,18 @@ class _State(msgspec.Struct):
     open: list[OrderEntry]
     closed: list[OrderEntry]
     changed: list[DecisionId]
-    totals: list[tuple[TotalsKey, Totals]]
+    hours: list[list[tuple[TotalsKey, Totals]]]
+    lifetime: list[tuple[Cause, Arm, Totals]]
+
+
+class _Encoded(msgspec.Struct):
+    """`_State` with hours that are JSON already."""
+
+    format: int
+    open: list[OrderEntry]
+    closed: list[OrderEntry]
+    changed: list[DecisionId]
+    hours: list[msgspec.Raw]
     lifetime: list[tuple[Cause, Arm, Totals]]
 
 
@@ -196,7 +207,9 @@ class Ledger:
         self._closed: dict[str, OrderEntry] = {}
         self._watched: dict[str, dict[str, None]] = {}
         self._changed: dict[DecisionId, None] = {}
-        self._totals: dict[TotalsKey, Totals] = {}
+        self._totals: dict[int, dict[TotalsKey, Totals]] = {}
+        #: Hours as JSON; what is over hardly changes any more.
+        self._as_json: dict[int, msgspec.Raw] = {}
         self._lifetime: dict[tuple[Cause, Arm], Totals] = {}
 
     # --- in ---
@@ -328,7 +341,8 @@ class Ledger:
 
     def _add(self, key: TotalsKey, **amounts: Any) -> None:
         """Adds to the hour and to the lifetime; nothing is ever taken away again."""
-        hour = self._totals.setdefault(key, Totals())
+        hour = self._totals.setdefault(key.hour, {}).setdefault(key, Totals())
+        self._as_json.pop(key.hour, None)
         ever = self._lifetime.setdefault((key.cause, key.arm), Totals())
         for totals in (hour, ever):
             for name, amount in amounts.items():
@@ -372,7 +386,7 @@ class Ledger:
 
     def totals(self) -> dict[TotalsKey, Totals]:
         """All totals that were not handed out, by key."""
-        return dict(self._totals)
+        return {key: totals for hour in self._totals.values() for key, totals in hour.items()}
 
     def lifetime(self, held: Iterable[facts.ResidencyEnded] = (), *, arm: Arm = Arm.TREATED) -> dict[tuple[Cause, Arm], Totals]:
         """All that was ever added up, by cause and arm; memory that is still held counts as if each of `held` ended now."""
@@ -393,25 +407,35 @@ class Ledger:
     def take_old_totals(self, now_s: float) -> dict[TotalsKey, Totals]:
         """Totals of hours that are no longer kept, handed out once. An hour that changes later starts a new sum to be added to these."""
         oldest = int(now_s // _HOUR_S) - self._keep_hours
-        old = {key: totals for key, totals in self._totals.items() if key.hour < oldest}
-        for key in old:
-            del self._totals[key]
+        old: dict[TotalsKey, Totals] = {}
+        for hour in [hour for hour in self._totals if hour < oldest]:
+            old |= self._totals.pop(hour)
+            self._as_json.pop(hour, None)
         return old
 
     # --- the whole state ---
 
     def snapshot(self) -> dict[str, Any]:
         """Everything that `restore` needs; JSON types only."""
+        hours = [list(hour.items()) for hour in self._totals.values()]
         state = _State(
-            _FORMAT,
-            list(self._open.values()),
-            list(self._closed.values()),
-            list(self._changed),
-            sorted(self._totals.items(), key=lambda i: i[0]),
-            sorted(((cause, arm, totals) for (cause, arm), totals in self._lifetime.items()), key=lambda i: i[:2]),
+            _FORMAT, list(self._open.values()), list(self._closed.values()), list(self._changed), hours, self._by_cause_and_arm()
         )
         built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
         return built
+
+    def encoded(self) -> bytes:
+        """The snapshot as JSON; takes time for what changed since the last call and for what is open only."""
+        for hour, totals in self._totals.items():
+            if hour not in self._as_json:
+                self._as_json[hour] = msgspec.Raw(msgspec.json.encode(list(totals.items())))
+        hours = [self._as_json[hour] for hour in self._totals]
+        return msgspec.json.encode(
+            _Encoded(_FORMAT, list(self._open.values()), list(self._closed.values()), list(self._changed), hours, self._by_cause_and_arm())
+        )
+
+    def _by_cause_and_arm(self) -> list[tuple[Cause, Arm, Totals]]:
+        return [(cause, arm, totals) for (cause, arm), totals in self._lifetime.items()]
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Goes on from a snapshot. Raises InputError when it is not one."""
@@ -424,7 +448,8 @@ class Ledger:
         self._open = {entry.order.decision_id: entry for entry in state.open}
         self._closed = {entry.order.decision_id: entry for entry in state.closed}
         self._changed = dict.fromkeys(state.changed)
-        self._totals = dict(state.totals)
+        self._totals = {hour[0][0].hour: dict(hour) for hour in state.hours if hour}
+        self._as_json = {}
         self._lifetime = {(cause, arm): totals for cause, arm, totals in state.lifetime}
         self._watched = {}
         for decision_id, entry in self._closed.items():

@@ -15,7 +15,7 @@ from prefetcher.core.plans import Plans
 from prefetcher.core.types import DecisionId, Tier, WeightsKey
 from prefetcher.errors import InputError
 
-__all__ = ["restore_node", "snapshot_node"]
+__all__ = ["encode_node", "restore_node", "snapshot_node"]
 
 #: Raised when the meaning of the state changes; an older snapshot is then refused, and the node starts empty.
 _FORMAT = 1
@@ -41,8 +41,18 @@ class _State(msgspec.Struct):
 
 def snapshot_node(links: Links, plans: Plans) -> dict[str, Any]:
     """The state of the machine that these belong to."""
+    built: dict[str, Any] = msgspec.to_builtins(_state_of(links, plans), str_keys=True)
+    return built
+
+
+def encode_node(links: Links, plans: Plans) -> bytes:
+    """The same as JSON, several times as fast."""
+    return msgspec.json.encode(_state_of(links, plans))
+
+
+def _state_of(links: Links, plans: Plans) -> _State:
     holdings = links.holdings
-    state = _State(
+    return _State(
         format=_FORMAT,
         node=plans.node,
         now_s=links.now_s,
@@ -59,8 +69,6 @@ def snapshot_node(links: Links, plans: Plans) -> dict[str, Any]:
         seen=list(plans.seen),
         active=list(links.active),
     )
-    built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
-    return built
 
 
 def restore_node(snapshot: dict[str, Any], links: Links, plans: Plans) -> None:

@@ -45,7 +45,7 @@ from prefetcher.core.copies import IN_FLIGHT, Copy, Holdings, NodeLimits, Row, S
 from prefetcher.core.events import Event, Evicted, Instruction, Record
 from prefetcher.core.facts import Ending, ResidencyEnded, RowSeen
 from prefetcher.core.links import Links
-from prefetcher.core.node_snapshot import restore_node, snapshot_node
+from prefetcher.core.node_snapshot import encode_node, restore_node, snapshot_node
 from prefetcher.core.plans import Plans
 from prefetcher.core.transfers import Transfers
 from prefetcher.core.types import Arm, Cause, DecisionId, NodeName, Order, Tier, WeightsKey
@@ -501,6 +501,10 @@ class ResidencyMachine:
     def snapshot(self) -> dict[str, Any]:
         """Everything that a machine with the same node, limits and seed needs to go on; JSON types only."""
         return snapshot_node(self.links, self.plans)
+
+    def encoded(self) -> bytes:
+        """The snapshot as JSON, several times as fast."""
+        return encode_node(self.links, self.plans)
 
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Takes over a snapshot. Raises `InputError` when it is not one."""

@@ -1,0 +1,142 @@
+"""What outlives an agent's process: its ledger and residency machine, written to the state store together and taken over at the next start.
+
+Written often enough that a crash costs a second of counting, and seldom enough that a large node does little else. Covers neither plans nor
+reports, and no bytes of weights. Times of the pace are the machine's seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from prefetcher.agent.orderbook import OrderBook
+from prefetcher.agent.report import LinkMeter
+from prefetcher.agent.uses import Uses, UsesState
+from prefetcher.clock import Clock
+from prefetcher.controller import records
+from prefetcher.controller.records import OrderRecord
+from prefetcher.core.residency import ResidencyMachine
+from prefetcher.errors import InputError
+from prefetcher.ports import StateStore
+from prefetcher.telemetry.logs import log
+
+__all__ = ["Kept", "LedgerState", "MachineState"]
+
+#: Between writes when something happened.
+_SAVE_S = 1.0
+#: Between writes when only time passed: at most so much of what is held goes uncounted after a crash.
+_SAVE_IDLE_S = 10.0
+#: A write takes at most a twentieth of the agent's time, however large the node is.
+_SAVE_SHARE = 20.0
+#: A snapshot from further ahead was made by a clock that was wrong; the machine's time would stand still until then.
+_AHEAD_S = 60.0
+
+
+class LedgerState(msgspec.Struct):
+    """What is written under a node's `ledger` key: a snapshot of its ledger. The list of orders may lack the records that are `untold`."""
+
+    ledger: Any
+    untold: list[OrderRecord] = []
+    uses: UsesState = msgspec.field(default_factory=UsesState)
+
+
+class MachineState(msgspec.Struct):
+    """What is written under a node's `machine` key: a snapshot of its residency machine and what was measured of its link."""
+
+    machine: Any
+    link: Any = None
+
+
+_State = TypeVar("_State", LedgerState, MachineState)
+
+
+def _decode(raw: bytes, kind: type[_State]) -> _State:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.MsgspecError as exc:
+        raise InputError(f"not the state of a node: {exc}; remove it to start empty") from exc
+
+
+@dataclass(slots=True)
+class Kept:
+    """The parts of an agent that are kept. `changed` is set by whoever changes one of them."""
+
+    state: StateStore
+    clock: Clock
+    machine: ResidencyMachine
+    book: OrderBook
+    uses: Uses
+    meter: LinkMeter
+    changed: bool = True
+    _saved_at_s: float = -1e18
+    _due_s: float = -1e18
+
+    def key(self, what: str) -> str:
+        return records.node_key(self.machine.node, what)
+
+    # --- taking over ---
+
+    def restore(self) -> None:
+        """Takes over what was written last. What can't be read starts empty, which is an error in the log.
+
+        Raises:
+            UnavailableError: the state store does not answer.
+        """
+        ledger, machine = self.state.read_many([self.key("ledger"), self.key("machine")])
+        now_s = self.clock.now_s()
+        if ledger is not None:
+            self._try("ledger", lambda: self._restore_ledger(ledger, now_s))
+        if machine is None or not self._try("machine", lambda: self._restore_machine(machine, now_s)):
+            self.book.lose_all(self.machine.node, now_s)
+
+    def _try(self, what: str, restore: Callable[[], None]) -> bool:
+        try:
+            restore()
+        except InputError as exc:
+            log().error(f"{what}_unreadable", reason=str(exc), then="starting an empty one")
+            return False
+        return True
+
+    def _restore_ledger(self, raw: bytes, now_s: float) -> None:
+        state = _decode(raw, LedgerState)
+        self.book.restore(state.ledger, state.untold)
+        self.uses.restore(state.uses, now_s)
+
+    def _restore_machine(self, raw: bytes, now_s: float) -> None:
+        state = _decode(raw, MachineState)
+        written_s = state.machine.get("now_s") if isinstance(state.machine, dict) else None
+        if isinstance(written_s, float) and written_s - now_s > _AHEAD_S * self.clock.speed:
+            raise InputError(f"it was written {written_s - now_s:.0f} s from now; set the clock")
+        self.machine.restore(state.machine)
+        self._try("link", lambda: self.meter.restore(state.link))
+
+    # --- writing ---
+
+    def _real_s(self) -> float:
+        return self.clock.steady_s() / self.clock.speed
+
+    def is_due(self) -> bool:
+        now_s = self._real_s()
+        return now_s >= self._due_s and (self.changed or bool(self.book.untold) or now_s - self._saved_at_s >= _SAVE_IDLE_S)
+
+    def save(self, totals: Mapping[str, Any]) -> None:
+        """Writes ledger, machine and `totals` at once: what was shown is never taken back by a crash. Orders are told on after that.
+
+        Raises:
+            UnavailableError: the state store does not answer; what was not written is written the next time.
+        """
+        started_s = self._real_s()
+        self.book.forget(self.clock.now_s())
+        untold = list(self.book.untold.values())
+        ledger = LedgerState(msgspec.Raw(self.book.ledger.encoded()), untold, self.uses.snapshot())
+        machine = MachineState(msgspec.Raw(self.machine.encoded()), self.meter.snapshot())
+        parts = {"ledger": ledger, "machine": machine, "totals": totals}
+        self.state.write({self.key(what): records.encode(part) for what, part in parts.items()})
+        self.changed = False
+        self.state.append(self.key("orders"), [records.encode(order) for order in untold], records.ORDERS_KEPT)
+        self.book.told(untold)
+        self._saved_at_s = self._real_s()
+        self._due_s = self._saved_at_s + max(_SAVE_S, _SAVE_SHARE * (self._saved_at_s - started_s))
