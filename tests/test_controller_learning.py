@@ -19,7 +19,6 @@ from prefetcher_connectors.memory import MemoryState, MemoryStream
 
 T0 = 1_767_225_600.0
 NODE = NodeName("node-0")
-FETCHES = "hazard-mix-prefetch"
 
 
 def rows(count: int, seed: int = 0, every_s: float = 7.0) -> list[RequestSeen]:
@@ -115,7 +114,7 @@ class World:
             Learner(lambda: None),
             self.clock,
             self.metrics,
-            ControllerOptions((NODE,), 0.002, 60.0, 600.0, 30.0, first_expert=FETCHES),
+            ControllerOptions((NODE,), 0.002, 60.0, 600.0, 30.0),
             arm_of=lambda node, now_s: self.arm,
         )
         controller.start()

@@ -20,7 +20,6 @@ from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, make_plan, worth_of
-from prefetcher.core.experts import EXPERTS
 from prefetcher.core.shadow_caches import Outlook, ShadowCaches
 from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
 from prefetcher.errors import PredictorError, UnavailableError
@@ -43,14 +42,13 @@ _UNUSED = (Outcome.USELESS.value, Outcome.DISPLACED.value)
 
 @dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """How a controller decides; names as in `config.DecisionSettings`. `first_expert` decides until the Hedge has seen enough."""
+    """How a controller decides; names as in `config.DecisionSettings`."""
 
     nodes: tuple[NodeName, ...]
     price_s_per_gb_h: float
     tick_s: float
     hold_s: float
     snapshot_s: float
-    first_expert: str = next(iter(EXPERTS))
 
 
 class Controller:
@@ -235,7 +233,6 @@ class Controller:
             hold_s=options.hold_s,
             tick_s=options.tick_s,
             start_s=start_s,
-            first=options.first_expert,
         )
 
     def _read_report(self, node: NodeName) -> bool:

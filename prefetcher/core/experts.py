@@ -37,13 +37,14 @@ _HORIZONS_S = np.array([HORIZONS_S[j] for j in HORIZONS])
 _OURS = Policy(Rank.HAZARD, load_aware=True)
 _FETCH = replace(_OURS, prefetch=PrefetchRule.INDEX)
 
-#: The experts of the Hedge, the first one live at the start. One of them without prefetch and without learning is always there.
+#: The experts of the Hedge. The first decides until enough was seen; it goes by recent rates as long as there is no fit. One of them
+#: without prefetch and without learning is always there.
 EXPERTS: dict[str, Policy] = {
+    "hazard-mix-prefetch": replace(_FETCH, rank=Rank.HAZARD_MIX, variant=_W10, prefetch_variant=_W10),
     "hazard-10min": replace(_OURS, variant=_W10),
     "hazard-10min-prefetch": replace(_FETCH, variant=_W10, prefetch_variant=_W10),
     "hazard-10min-prefetch-2min": replace(_FETCH, variant=_W10, prefetch_variant=_W2),
     "hazard-60min-prefetch": replace(_FETCH, variant=_W60, prefetch_variant=_W10),
-    "hazard-mix-prefetch": replace(_FETCH, rank=Rank.HAZARD_MIX, variant=_W10, prefetch_variant=_W10),
     "lhd": replace(_OURS, rank=Rank.LHD),
     "mix": replace(_OURS, rank=Rank.MIX),
     "lfu-1h": replace(_OURS, rank=Rank.LFU, tau=1),

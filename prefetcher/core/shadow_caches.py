@@ -89,13 +89,13 @@ def _joiners(now_s: float, demand: Demand, out: Floats) -> None:
 class ShadowCaches:
     """The shadow caches of one node, from `start_s` on. Models are numbered from 0; the node's catalog is told by `serve`.
 
-    `first` is the expert that decides until the Hedge has seen enough. Not for two threads at once.
+    Not for two threads at once.
     """
 
-    def __init__(self, *, price_s_per_gb_h: float, hold_s: float, tick_s: float, start_s: float, first: str = _NAMES[0]) -> None:
+    def __init__(self, *, price_s_per_gb_h: float, hold_s: float, tick_s: float, start_s: float) -> None:
         self._price = price_per_byte_s(price_s_per_gb_h)
         self._policies = expert_policies(price_s_per_gb_h, hold_s)
-        self._hedge = Hedge(len(EXPERTS), start=_NAMES.index(first))
+        self._hedge = Hedge(len(EXPERTS))
         self._tick_s = tick_s
         self._t0_s = start_s // tick_s * tick_s
         self._at_s = start_s
