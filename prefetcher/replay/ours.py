@@ -68,7 +68,6 @@ class RateBlock:
 def score_blocks(trace: Trace, seed: int, progress: Progress, periods: int = _BLOCK_PERIODS) -> Iterator[RateBlock]:
     """The hazard over the log, block after block, strictly from the past at every row and tick. Forecasts don't depend on decisions."""
     stream = HazardStream(len(trace.models), trace.t0, tick_s=TICK_S, horizons=HORIZONS, settings=HazardSettings(seed=seed))
-    model, user, count = trace.model.astype(np.int64), trace.user.astype(np.int64), trace.count.astype(np.int64)
     first, tick, from_s = 0, 0, trace.t0
     waiting: RateBlock | None = None
     while first < len(trace):
@@ -76,9 +75,8 @@ def score_blocks(trace: Trace, seed: int, progress: Progress, periods: int = _BL
         for _ in range(periods):
             until_s += PERIOD_S
         last = int(np.searchsorted(trace.ts, until_s))
-        scored = stream.advance(
-            trace.ts[first:last], model[first:last], user[first:last] if trace.users else None, count[first:last], until_s
-        )
+        model, user, count = (column[first:last].astype(np.int64) for column in (trace.model, trace.user, trace.count))
+        scored = stream.advance(trace.ts[first:last], model, user if trace.users else None, count, until_s)
         ticks = len(scored.ticks)
         at_tick = rates_of_next_use(scored.p_ticks.reshape(-1, len(HORIZONS))).reshape(len(WINDOWS_S), ticks, -1)
         block = RateBlock(from_s, until_s, first, tick, at_tick, rates_of_next_use(scored.p_rows))
