@@ -140,6 +140,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"w": np.arange(6_000_000, dtype=np.float32)}, folder / "big" / "model.safetensors")
     done = cli("manifest", str(folder))
     assert done.returncode == 0, done.stderr
+    # The first rows that this installation ever meets compile its kernels, for all that come after.
+    first = Running(tmp_path_factory.mktemp("first"), folder).start()
+    try:
+        first.post_requests([{"model": "m0"}, {"model": "m1"}])
+        eventually(lambda: first.counted(2), timeout_s=280.0)
+        first.wait_until_learned()
+    finally:
+        first.end()
+        shutil.rmtree(first.host_dir, ignore_errors=True)
     return folder
 
 
