@@ -190,13 +190,13 @@ def _own(path: Path, kind: str, *, remove_at_close: bool) -> HostFolder:
     lock_fd = -1
     try:
         if os.fstat(fd).st_uid != os.getuid():
-            raise UsageError(f"{path} belongs to another user; name a folder of your own for the host tier")
+            raise UsageError(f"{path} belongs to another user; name one of your own with --host-dir")
         lock_fd = os.open(".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=fd)
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as exc:
         os.close(lock_fd)
         os.close(fd)
-        raise UsageError(f"another agent uses {path}; stop it, or name another folder for the host tier") from exc
+        raise UsageError(f"another agent uses {path}; stop it, or give this one another --host-dir or PREFETCHER_NODE__NAME") from exc
     except UsageError:
         os.close(fd)
         raise

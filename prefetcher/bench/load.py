@@ -103,7 +103,11 @@ class _Node:
         # fmt: on
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "prefetcher", "up", *options], stdout=subprocess.PIPE, stderr=log, text=True
+                [sys.executable, "-m", "prefetcher", "up", *options],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | {"PREFETCHER_NODE__NAME": f"bench-{os.getpid()}"},
             )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
