@@ -250,8 +250,10 @@ with serving(OneModelAgent(arena, source), Path(sys.argv[2])):
     tensors.close()
     with pytest.raises(UnavailableError, match="prefetcher up"):
         prefetcher.open("llama", socket_path=tmp_path / "run" / "agent.sock")
-    with serving(OneModelAgent(HostArena(64 * MB, name=arguments[2], lock="off"), model), tmp_path) as path:
+    arena = HostArena(64 * MB, name=arguments[2], lock="off")
+    with serving(OneModelAgent(arena, model), tmp_path) as path:
         prefetcher.open("llama", socket_path=path).close()  # the socket that it left was replaced
+    arena.close()
 
 
 # --- where the socket is ---
