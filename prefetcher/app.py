@@ -247,6 +247,7 @@ def _agent_options(settings: Settings, folder: Path) -> AgentOptions:
         hold_s=settings.decision.hold_s,
         price_s_per_gb_h=settings.decision.price,
         threads=node.load_threads,
+        prefetch_bytes_per_s=node.prefetch_bytes_per_s,
         seed=settings.decision.seed,
     )
 

@@ -174,10 +174,12 @@ def manifest(
     version: Annotated[str | None, typer.Option(help="Name of the version; else one from the bytes.")] = None,
 ) -> None:
     """Checks every safetensors file and writes the manifest that loads are verified against."""
-    from prefetcher.agent.manifest import write_manifests
+    from prefetcher.agent.manifest import Manifest, write_manifests
 
-    for made in write_manifests(folder, version=version):
+    def say(made: Manifest) -> None:
         typer.echo(f"{made.model}  version {made.version}  {len(made.files)} files  {made.bytes} bytes")
+
+    write_manifests(folder, version=version, on_made=say)
 
 
 @app.command()

@@ -85,7 +85,10 @@ class NodeSettings(_Group):
     socket: Path | None = Field(
         default=None, description="where programs ask for leases; without it, the client's own default"
     )
-    load_threads: int = Field(default=4, ge=1, le=64, description="threads that read one model")
+    load_threads: int = Field(default=8, ge=1, le=64, description="threads that read one model")
+    prefetch_bytes_per_s: Bytes | None = Field(
+        default=None, gt=0, description="the most that prefetches read from the disk; without it, as fast as it gives"
+    )
 
 
 class DecisionSettings(_Group):
