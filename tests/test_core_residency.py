@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -442,6 +443,18 @@ def test_a_model_whose_serving_version_has_no_files_any_more_is_served_by_the_on
     assert bench.machine.holdings.serving[ModelName("m")] == key("m", "3")
     bench.tell(ev.LeaseRequested("h2", ModelName("m"), "t2")).tell(ev.WeightsLoaded(key("m", "3"), Tier.HOST))
     assert [g.key.version for g in bench.of(ev.GrantLease)] == ["3"]
+
+
+@pytest.mark.parametrize("shadow", [True, False, None])
+def test_the_first_use_says_whether_the_shadow_had_the_weights_too(shadow: bool | None) -> None:
+    for late in (False, True):
+        bench = Bench({"a": 50})
+        bench.plan(replace(bench.wants("a", 1.0, "o1"), shadow=shadow))
+        steps: list[ev.Event] = [ev.WeightsLoaded(key("a"), Tier.HOST), ev.Requested(ModelName("a"), bench.now_s + 2.0)]
+        said = []
+        for event in [*(reversed(steps) if late else steps), ev.Requested(ModelName("a"), bench.now_s + 3.0)]:
+            said += bench.tell(event).facts(facts.OrderRedundant)
+        assert [(s.decision_id, s.redundant) for s in said] == ([] if shadow is None else [("o1", shadow)])
 
 
 def test_memory_that_is_still_held_is_in_use_while_it_is_leased_or_waited_for() -> None:

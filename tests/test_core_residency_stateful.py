@@ -166,7 +166,7 @@ class Residency(RuleBasedStateMachine):
             case facts.OrderReady(decision_id):
                 assert self.orders[decision_id] == "begun"
                 self.orders[decision_id] = "ready"
-            case facts.OrderUsed(decision_id):
+            case facts.OrderUsed(decision_id) | facts.OrderRedundant(decision_id):
                 assert self.orders[decision_id] in ("begun", "ready")
             case facts.OrderEnded(decision_id, ending=ending):
                 before = self.orders[decision_id]
@@ -253,8 +253,9 @@ class Residency(RuleBasedStateMachine):
         price=st.sampled_from([0.0, 0.0, 0.002]),
         enabled=st.sampled_from([True, True, True, False]),
         arm=st.sampled_from([Arm.TREATED, Arm.TREATED, Arm.CONTROL]),
+        shadow=st.sampled_from([None, True, False]),
     )
-    def plan(self, scores: Any, ordered: Any, pinned: Any, tier: Tier, price: float, enabled: bool, arm: Arm) -> None:
+    def plan(self, scores: Any, ordered: Any, pinned: Any, tier: Tier, price: float, enabled: bool, arm: Arm, shadow: bool | None) -> None:
         desired = []
         for model, index in scores:
             key = self.machine.holdings.serving[ModelName(model)]
@@ -265,7 +266,7 @@ class Residency(RuleBasedStateMachine):
                     DecisionId(f"o{self.decisions}"), NODE, key, tier, Cause.FORECAST, arm, self.now_s, self.now_s + 60.0,
                     self.now_s + 200.0, 600.0,
                 )  # fmt: skip
-            desired.append(DesiredWeights(key, index, 0.01, model in pinned, order))
+            desired.append(DesiredWeights(key, index, 0.01, model in pinned, order, shadow))
         self.revision += 1
         self.tell(ev.PlanReceived(Plan(NODE, self.revision, 1, self.now_s, price, tuple(desired), enabled)))
 

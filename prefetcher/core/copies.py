@@ -146,6 +146,8 @@ class Weights:
     copies: dict[Tier, Copy] = field(default_factory=dict)
     #: From the plan; None where the plan does not say.
     index: float | None = None
+    #: Whether the node would have them without prefetching, as the plan knows.
+    in_shadow: bool | None = None
     pinned_by_plan: bool = False
     pinned_by_hand: bool = False
     last_use_s: float = 0.0

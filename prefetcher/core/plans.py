@@ -53,6 +53,7 @@ class Plans:
         self.allows_prefetch = plan.prefetch_enabled
         for key in self.planned:
             self.holdings.weights[key].index = None
+            self.holdings.weights[key].in_shadow = None
             self.holdings.weights[key].pinned_by_plan = False
         self.planned = []
         for desired in plan.desired:
@@ -60,6 +61,7 @@ class Plans:
             if weights is None:
                 continue
             weights.index = desired.index
+            weights.in_shadow = desired.shadow
             weights.pinned_by_plan = desired.pinned
             if weights.pinned:
                 self.links.active[weights.key] = None

@@ -24,6 +24,7 @@ from prefetcher.core.facts import (
     OrderBegan,
     OrderEnded,
     OrderReady,
+    OrderRedundant,
     OrderUsed,
     ResidencyEnded,
     RowServed,
@@ -66,12 +67,17 @@ class Transfers:
                     self.end_pending(weights, goal, Ending.REPLACED, "joined_by_demand", now_s)
             elif not pending.used:
                 pending.used = True
-                self.out.append(Record(OrderUsed(pending.order.decision_id, now_s)))
+                self._first_use(weights, pending.order, now_s)
+
+    def _first_use(self, weights: Weights, order: Order, at_s: float) -> None:
+        self.out.append(Record(OrderUsed(order.decision_id, at_s)))
+        if weights.in_shadow is not None:
+            self.out.append(Record(OrderRedundant(order.decision_id, weights.in_shadow)))
 
     def mark_used(self, weights: Weights, copy: Copy, ts: float, now_s: float) -> None:
         """A row or lease is served from a ready copy; a row that is heard of late may have come (at `ts`) before it was ready."""
         if copy.order is not None and not copy.used:
-            self.out.append(Record(OrderUsed(copy.order.decision_id, max(ts, copy.start_s))))
+            self._first_use(weights, copy.order, max(ts, copy.start_s))
         copy.used = True
         copy.hold_until_s = None
         used_s = max(ts, copy.ready_s or ts)
