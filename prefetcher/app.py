@@ -6,7 +6,9 @@ started is stopped in the opposite order, whatever happens between.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import socket
 import threading
 from collections.abc import Callable
@@ -21,8 +23,8 @@ from prefetcher.controller.controller import Controller, ControllerOptions
 from prefetcher.controller.follow import Follower
 from prefetcher.controller.learner import Learner, ScheduledPredictor
 from prefetcher.core.holdout import ControlGroup
-from prefetcher.core.types import NodeName
-from prefetcher.errors import BudgetError, SettingsError, UnavailableError
+from prefetcher.core.types import NodeName, RequestSeen
+from prefetcher.errors import BudgetError, NoRoomError, SettingsError, UnavailableError
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher_connectors.files import FileStream
@@ -125,6 +127,10 @@ class App:
             on_plan=lambda node: agent.plan_written(),
         )
         controller.start()
+        agent.arm_of = lambda now_s: group.arm(node, now_s)
+        unannounced: queue.SimpleQueue[RequestSeen] = queue.SimpleQueue()
+        agent.on_unannounced = unannounced.put
+        self._run_thread("opens", lambda stop: _announce(unannounced, stream, controller, stop))
         agent.on_order_ended = lambda decision_id, outcome: controller.order_ended(node, decision_id, outcome)
         self._run_thread("controller", controller.run)
         return controller
@@ -188,6 +194,18 @@ class App:
                 close()
             except (OSError, UnavailableError) as exc:
                 log().error("not_stopped_cleanly", part=name, reason=str(exc))
+
+
+def _announce(rows: queue.SimpleQueue[RequestSeen], stream: FileStream, controller: Controller, stop: threading.Event) -> None:
+    """Programs opened weights and nobody posted a row: such an open is one, and is learned from like the others."""
+    while not stop.is_set():
+        with contextlib.suppress(queue.Empty):
+            row = rows.get(timeout=0.2)
+            try:
+                stream.append([row])
+                controller.wake()
+            except NoRoomError as exc:
+                log().warning("open_not_learned", model=row.model, reason=str(exc))
 
 
 def _end_server(server: uvicorn.Server, thread: threading.Thread) -> None:

@@ -65,7 +65,7 @@ def _side() -> Side:
     ]
     side.readings = [
         Reading(0.0, 0, 0.0, 0.0, {}),
-        Reading(3600.0, 2_000_000_000, 1.8e12, 3.6e11, {"timely": 3, "useless": 1}),
+        Reading(3600.0, 2_000_000_000, 1.8e12, 3.6e11, {"timely": 3, "useless": 1}, 1),
     ]
     return side
 

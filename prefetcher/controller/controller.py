@@ -219,9 +219,13 @@ class Controller:
                 continue
             until = until_s if np.isfinite(until_s) else float(taken.ts.max(initial=self._learner.traffic.newest_s))
             shadows = self._shadows.get(node)
+            if shadows is None and not len(taken.ts):
+                # Nothing was asked for yet; the first row may be an old one, of a log that is followed from its beginning.
+                continue
+            anew = shadows is None
             if shadows is None:
-                start_s = float(taken.ts.min(initial=until))
-                shadows = self._shadows[node] = self._new_shadows(start_s)
+                shadows = self._shadows[node] = self._new_shadows(float(taken.ts[0]))
+            if anew or taken.started:
                 self._tell_catalog(node)
             mine = np.array([row.node is None or row.node == node for row in taken.rows], np.bool_)
             shadows.advance(taken.ts[mine], taken.model[mine], taken.after_row[:, mine], taken.ticks, taken.at_tick, until)
@@ -255,8 +259,7 @@ class Controller:
         node = NodeName(report.node)
         shadows = self._shadows.get(node)
         if shadows is None:
-            shadows = self._shadows[node] = self._new_shadows(now_s)
-            self._tell_catalog(node)
+            shadows = self._new_shadows(now_s)
         outlook = shadows.outlook(now_s)
         numbers = np.array([self._learner.number(k.model) for k in report.known], np.int64)
         # A model that was asked for since the catalog was told is not in the outlook yet.
@@ -307,7 +310,9 @@ class Controller:
         self._tell_catalog(node)
         outlook, worth = self._worth(report, now_s)
         planned = make_plan(report, outlook, worth, given)
-        decides = records.Decides(outlook.expert, now_s, self._shadows[node].costs_s, self._shadows[node].shadow_wait_s)
+        shadows = self._shadows.get(node)
+        costs_s, shadow_wait_s = ({}, 0.0) if shadows is None else (shadows.costs_s, shadows.shadow_wait_s)
+        decides = records.Decides(outlook.expert, now_s, costs_s, shadow_wait_s)
         items = {records.node_key(node, "plan"): records.encode(planned.plan), records.node_key(node, "decides"): records.encode(decides)}
         if not self._state.write_fenced(records.node_key(node, "fence"), self.fence, items):
             self.deposed = True

@@ -27,13 +27,14 @@ _STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the node counts: bytes taken, and the byte-seconds of the demo's clock so far."""
+    """What the node counts so far: bytes taken, byte-seconds of the demo's clock, outcomes of prefetches, cold starts."""
 
     now_s: float
     taken_bytes: int
     idle_byte_s: float
     wasted_byte_s: float
     outcomes: dict[str, int]
+    cold_starts: int = 0
 
 
 def up_command() -> list[str]:
@@ -139,6 +140,7 @@ class DemoNode:
             idle_byte_s=_gauge(metrics, "prefetcher_idle_byte_seconds"),
             wasted_byte_s=_gauge(metrics, "prefetcher_wasted_byte_seconds"),
             outcomes=outcomes,
+            cold_starts=int(status["totals"].get("cold_starts", 0)),
         )
 
 

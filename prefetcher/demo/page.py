@@ -52,11 +52,11 @@ def table(sides: Sequence[Side]) -> Table:
 
 
 def figures(sides: Sequence[Side]) -> dict[str, dict[str, Any]]:
-    """Plotly figures by key: cold starts by hour, waits by percentile, memory over time."""
+    """Plotly figures by key: requests that waited by hour, waits by percentile, memory over time."""
     hours = np.arange(0, 2 * DAY_S + 1, 3600.0)
     cold, waits, memory = [], [], []
     for side, colour in zip(sides, _COLOURS, strict=False):
-        at = [s.at_s for s in side.served if s.found == "absent"]
+        at = [s.at_s for s in side.served if s.found != "ready"]
         counts = np.histogram(at, hours)[0]
         x = list(range(len(counts)))
         cold.append({"type": "bar", "name": side.name, "x": x, "y": counts.tolist(), "marker": {"color": colour}})
@@ -67,7 +67,7 @@ def figures(sides: Sequence[Side]) -> dict[str, dict[str, Any]]:
         at_h = [round((r.now_s - start_s) / 3600.0, 3) for r in side.readings]
         memory.append(_line(side.name, at_h, [r.taken_bytes / 1e9 for r in side.readings], colour))
     return {
-        "cold": {"data": cold, "layout": _layout("hour of the two days", "cold starts")},
+        "cold": {"data": cold, "layout": _layout("hour of the two days", "requests that waited")},
         "waits": {"data": waits, "layout": _layout("percentile of requests", "real wait, ms", log=True)},
         "memory": {"data": memory, "layout": _layout("hour of the two days", "GB in host memory")},
     }
@@ -96,7 +96,7 @@ def write_page(path: Path, sides: Sequence[Side], notes: Sequence[str]) -> None:
     rows = "".join(
         f"<tr><th>{escape(words)}</th>" + "".join(f"<td>{escape(say(side))}</td>" for side in sides) + "</tr>" for words, say in ROWS
     )
-    titles = {"cold": "When cold starts fell", "waits": "Waits", "memory": "Memory held"}
+    titles = {"cold": "When requests waited", "waits": "Waits", "memory": "Memory held"}
     charts = "".join(f'<section><h2>{words}</h2><div class="card chart" id="{key}"></div></section>' for key, words in titles.items())
     css = (files("prefetcher.replay") / "report.css").read_text(encoding="utf-8")
     script = "for (const [k, f] of Object.entries(JSON.parse(document.getElementById('drawn').textContent)))"

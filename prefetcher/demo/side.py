@@ -51,7 +51,8 @@ class Side:
 
     @property
     def cold_starts(self) -> int:
-        return sum(s.found == "absent" for s in self.served)
+        """As the node counts them: an open that comes just after its row finds the row's load already moving."""
+        return self.readings[-1].cold_starts - self.readings[0].cold_starts if self.readings else 0
 
     @property
     def cold_seconds(self) -> float:
