@@ -101,6 +101,7 @@ class Controller:
         Raises:
             UnavailableError: the state store does not answer.
         """
+        self._metrics.lag.set_function(lambda: float(self._stream.end() - self._learner.position))
         self.fence = self._state.next_number(records.EPOCH)
         raw, shadows = self._state.read_many([records.LEARNED, records.SHADOWS])
         if raw is not None:
@@ -195,7 +196,6 @@ class Controller:
                     self._on_rows(fresh, self._index_after(fresh, now_s))
                     if taken.started:
                         wanted.add("started")
-        self._metrics.lag.set(self._stream.end() - self._learner.position)
         if more:
             self._wanted |= wanted - {"tick"}
             return True
