@@ -1,13 +1,83 @@
-"""How the core's array kernels are compiled: one decorator, so that every kernel is compiled alike.
+"""How the core's array kernels are compiled: two decorators, so that every kernel is compiled alike.
 
 Kernels are plain functions over NumPy arrays. They are compiled by numba on first call, cached on disk, release the GIL, and use strict
-IEEE arithmetic (no fast-math), so that the same input gives the same bytes in replay, in shadow caches and live.
+IEEE arithmetic (no fast-math), so that the same input gives the same bytes in replay, in shadow caches and live. `kernel` is for those that
+Python calls, `kernel_part` for those that only kernels call. Structures of many arrays go to parts by reference (`core.references`).
+
+Compiling takes most of a minute, nearly all of it for what grows with the number of calls × arguments × layers; hence parts without any way
+in from Python, and one version of a part whatever constants it is called with. `prefetcher.warmup` does it ahead.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from types import CodeType
+from typing import Any, TypeVar
+
+import numpy as np
 from numba import njit
+from numba.extending import register_jitable
 
-__all__ = ["kernel"]
+__all__ = ["KERNELS", "fingerprint", "kernel", "kernel_part"]
 
-kernel = njit(cache=True, nogil=True, fastmath=False, error_model="numpy")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: Every kernel of the modules that were imported.
+KERNELS: list[Any] = []
+
+_fingerprints: dict[Any, str] = {}
+_compile_part = register_jitable(error_model="numpy", no_cfunc_wrapper=True)
+
+
+def kernel_part(function: Function) -> Function:
+    """A function that kernels call. Called from Python, it is the plain function and runs as Python: right for a few scalars."""
+    _fingerprints[function] = fingerprint(function)
+    part: Function = _compile_part(function)
+    return part
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """A function that Python calls, compiled for each combination of argument types and cached on disk where that can be written."""
+    _fingerprints[function] = fingerprint(function)
+    compiled: Any = njit(nogil=True, fastmath=False, error_model="numpy")(function)
+    try:
+        compiled.enable_caching()
+    except RuntimeError:
+        # numba found no folder to write to: this process compiles for itself.
+        pass
+    else:
+        # numba looks only at the kernel's own file; a part or a constant elsewhere must not leave a stale kernel in use.
+        index = compiled._cache._cache_file
+        index._source_stamp = (index._source_stamp, _fingerprints[function])
+    KERNELS.append(compiled)
+    return compiled
+
+
+def fingerprint(function: Callable[..., Any]) -> str:
+    """A digest of all that a kernel's machine code follows from: its code, the constants that it names, and the parts that it calls.
+
+    Parts are those decorated before. Constants are numbers, text, tuples and arrays.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    _add_code(digest, function.__code__, function.__globals__)
+    return digest.hexdigest()
+
+
+def _add_code(digest: Any, code: CodeType, names: dict[str, Any]) -> None:
+    digest.update(code.co_code)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            _add_code(digest, constant, names)
+        else:
+            digest.update(repr(constant).encode())
+    for name in code.co_names:
+        value = names.get(name)
+        digest.update(name.encode())
+        if isinstance(value, np.ndarray):
+            digest.update(repr((value.dtype, value.shape)).encode() + value.tobytes())
+        elif isinstance(value, bool | int | float | str | tuple):
+            digest.update(repr(value).encode())
+        else:
+            called = getattr(value, "py_func", value)
+            digest.update(_fingerprints.get(called, "").encode() if callable(called) else b"")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.compiled import kernel
+from prefetcher.core.compiled import kernel_part
 
 __all__ = ["AGE_BINS", "CLASSES", "STANDARD_TAUS_S", "Demand", "age_bin", "new_demand", "observe"]
 
@@ -61,18 +61,18 @@ def _class_of_first_gap() -> int:
     return int(_class_of(_FIRST_GAP_S))
 
 
-@kernel
+@kernel_part
 def _class_of(gap_s: float) -> int:
     return min(CLASSES - 1, max(0, math.floor(math.log2(max(gap_s, 1e-9) / 15.0))))
 
 
-@kernel
+@kernel_part
 def age_bin(age_s: float) -> int:
     """The half-octave bin of an age: 0 for up to 1.41 s, AGE_BINS - 1 for what is older than all edges."""
     return min(AGE_BINS - 1, int(math.log2(max(age_s, 1.0)) * 2.0))
 
 
-@kernel
+@kernel_part
 def _update_density(reuses: Floats, density: Floats) -> None:
     for c in range(CLASSES):
         alive = np.zeros(AGE_BINS + 1)
@@ -92,7 +92,7 @@ def _update_density(reuses: Floats, density: Floats) -> None:
     reuses *= _FADE
 
 
-@kernel
+@kernel_part
 def observe(demand: Demand, model: int, ts: float) -> None:
     """Learns one row of `model` at `ts`; rows come in time order."""
     if demand.rows[model] > 0:
@@ -111,7 +111,7 @@ def observe(demand: Demand, model: int, ts: float) -> None:
         _update_density(demand.reuses, demand.density)
 
 
-@kernel
+@kernel_part
 def decayed_rate(demand: Demand, k: int, model: int, now_s: float) -> float:
     """Rows a second at time constant `taus_s[k]`; 0 for a model without a row."""
     if demand.rows[model] == 0:
@@ -120,7 +120,7 @@ def decayed_rate(demand: Demand, k: int, model: int, now_s: float) -> float:
     return float(demand.decayed[k, model] * math.exp(-(now_s - demand.last_s[model]) / tau_s) / tau_s)
 
 
-@kernel
+@kernel_part
 def hit_density(demand: Demand, model: int, now_s: float) -> float:
     """Hits a second held, by the model's class and age; 0 for a model without a row. Source: after Beckmann et al., LHD, NSDI 2018."""
     if demand.rows[model] == 0:

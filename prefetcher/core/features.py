@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from prefetcher.core.compiled import kernel
+from prefetcher.core.compiled import kernel, kernel_part
+from prefetcher.core.references import by_reference
 from prefetcher.core.traffic_state import GAP_BINS, HISTORY_DAYS, LAG_MINUTES, LATE_S, TAUS_S, State
 
 __all__ = ["rebuild_rates", "take_block", "take_features", "take_rates"]
@@ -37,7 +38,7 @@ _TAUS = np.array(TAUS_S)
 _DECAYS = np.exp(-60.0 * np.arange(512)[:, None] / _TAUS[None, :])
 
 
-@kernel
+@kernel_part
 def _gap_bin(gap_s: float) -> int:
     """The half-octave bin of a gap; gaps under a second share the first."""
     if gap_s < 1.0:
@@ -46,7 +47,19 @@ def _gap_bin(gap_s: float) -> int:
     return GAP_BINS - 1 if b >= GAP_BINS else b
 
 
-@kernel
+@kernel_part
+def _scale(row: Any, factor: float) -> None:
+    for j in range(len(row)):
+        row[j] *= factor
+
+
+@kernel_part
+def _fill_nan(row: Any) -> None:
+    for j in range(len(row)):
+        row[j] = math.nan
+
+
+@kernel_part
 def _push(ids: Any, weights: Any, item: int) -> None:
     """Add 1 to `item` in a bounded table; a new one takes an empty place, else that of the lightest."""
     place, lightest = 0, math.inf
@@ -61,7 +74,7 @@ def _push(ids: Any, weights: Any, item: int) -> None:
     weights[place] = 1.0
 
 
-@kernel
+@kernel_part
 def _weight(ids: Any, weights: Any, item: int) -> float:
     for j in range(len(ids)):
         if ids[j] == item:
@@ -69,7 +82,7 @@ def _weight(ids: Any, weights: Any, item: int) -> float:
     return 0.0
 
 
-@kernel
+@kernel_part
 def _oldest_or_same(ids: Any, times: Any, item: int) -> int:
     place, oldest = 0, math.inf
     for j in range(len(ids)):
@@ -81,7 +94,7 @@ def _oldest_or_same(ids: Any, times: Any, item: int) -> int:
     return place
 
 
-@kernel
+@kernel_part
 def _rebuild_row(start: Any, length: Any, base: Any, pool_minute: Any, pool_cum: Any, decayed: Any, row: int) -> None:
     """The decayed sums of one minute list from its entries: up to, and without, its last minute."""
     for k in range(_N_TAUS):
@@ -97,13 +110,13 @@ def _rebuild_row(start: Any, length: Any, base: Any, pool_minute: Any, pool_cum:
 
 
 @kernel
-def rebuild_rates(state: State) -> None:
+def rebuild_rates(start: Any, length: Any, base: Any, pool_minute: Any, pool_cum: Any, decayed: Any) -> None:
     """All decayed sums from the minute lists."""
-    for row in range(len(state.start)):
-        _rebuild_row(state.start, state.length, state.base, state.pool_minute, state.pool_cum, state.decayed, row)
+    for row in range(len(start)):
+        _rebuild_row(start, length, base, pool_minute, pool_cum, decayed, row)
 
 
-@kernel
+@kernel_part
 def _roll_day(state: State, now_s: float) -> None:
     """On a new UTC day, forget minutes older than `HISTORY_DAYS` before it, so that rates depend on the kept minutes
     only.
@@ -129,10 +142,8 @@ def _roll_day(state: State, now_s: float) -> None:
         _rebuild_row(state.start, state.length, state.base, state.pool_minute, state.pool_cum, state.decayed, row)
 
 
-@kernel
-def _count_minute(
-    start: Any, length: Any, base: Any, pool_minute: Any, pool_cum: Any, decayed: Any, row: int, minute: int
-) -> None:
+@kernel_part
+def _count_minute(start: Any, length: Any, base: Any, pool_minute: Any, pool_cum: Any, decayed: Any, row: int, minute: int) -> None:
     """One row more in `minute` (or in the list's last minute, if that is later)."""
     s, n = start[row], length[row]
     if n == 0:
@@ -154,7 +165,7 @@ def _count_minute(
     length[row] = n + 1
 
 
-@kernel
+@kernel_part
 def _take_user(state: State, user: int, m: int, t: float) -> None:
     buckets, ways = state.user_id.shape
     # Fibonacci hashing (Knuth): numbers in a row, and numbers that differ only in their high bits, spread evenly
@@ -164,16 +175,17 @@ def _take_user(state: State, user: int, m: int, t: float) -> None:
         state.user_id[b, w] = user
         state.user_rows[b, w] = 0.0
         state.user_now[b, w] = -1
-        state.user_model[b, w, :] = -1
-        state.user_w[b, w, :] = 0.0
-        state.user_at[b, w, :] = -math.inf
+        for j in range(state.user_model.shape[2]):
+            state.user_model[b, w, j] = -1
+            state.user_w[b, w, j] = 0.0
+            state.user_at[b, w, j] = -math.inf
     before = state.user_now[b, w]
     if before >= 0 and t - state.user_s[b, w] < ACTIVE_S:
         _push(state.switch[before], state.switch_w[before], m)
         state.switches[before] += 1.0
         if state.switches[before] > HALVE_AT:
             state.switches[before] *= 0.5
-            state.switch_w[before] *= 0.5
+            _scale(state.switch_w[before], 0.5)
     _push(state.user_model[b, w], state.user_w[b, w], m)
     for j in range(state.user_model.shape[2]):
         if state.user_model[b, w, j] == m:
@@ -181,7 +193,7 @@ def _take_user(state: State, user: int, m: int, t: float) -> None:
     state.user_rows[b, w] += 1.0
     if state.user_rows[b, w] > HALVE_AT:
         state.user_rows[b, w] *= 0.5
-        state.user_w[b, w] *= 0.5
+        _scale(state.user_w[b, w], 0.5)
     state.user_now[b, w] = m
     state.user_s[b, w] = t
     p = _oldest_or_same(state.active, state.active_s, user)
@@ -190,7 +202,7 @@ def _take_user(state: State, user: int, m: int, t: float) -> None:
     state.active_s[p] = t
 
 
-@kernel
+@kernel_part
 def _take_row(state: State, ts: float, m: int, user: int, count: int) -> float:
     """One row into the state; the time that it counts at (see `LATE_S`), or NaN if it came too late."""
     if ts < state.times[1] - LATE_S:
@@ -210,8 +222,11 @@ def _take_row(state: State, ts: float, m: int, user: int, count: int) -> float:
     if old > 0:
         h = state.histogram[m]
         h[_gap_bin(gap)] += 1.0
-        if h.sum() > HISTOGRAM_GAPS:
-            h *= 0.7
+        gaps = 0.0
+        for j in range(GAP_BINS):
+            gaps += h[j]
+        if gaps > HISTOGRAM_GAPS:
+            _scale(h, 0.7)
         state.gaps_s[m, 2] = state.gaps_s[m, 1]
         state.gaps_s[m, 1] = state.gaps_s[m, 0]
         state.gaps_s[m, 0] = gap
@@ -233,12 +248,10 @@ def _take_row(state: State, ts: float, m: int, user: int, count: int) -> float:
         state.slots[m] += 1.0
         if state.slots[m] > HALVE_AT:
             state.slots[m] *= 0.5
-            state.follower_w[m] *= 0.5
+            _scale(state.follower_w[m], 0.5)
     minute = int(t // 60.0)
     for row in (0, m + 1):
-        _count_minute(
-            state.start, state.length, state.base, state.pool_minute, state.pool_cum, state.decayed, row, minute
-        )
+        _count_minute(state.start, state.length, state.base, state.pool_minute, state.pool_cum, state.decayed, row, minute)
     p = _oldest_or_same(state.recent, state.recent_s, m)
     state.recent[p] = m
     state.recent_s[p] = t
@@ -249,7 +262,7 @@ def _take_row(state: State, ts: float, m: int, user: int, count: int) -> float:
     return t
 
 
-@kernel
+@kernel_part
 def _rate(state: State, row: int, k: int, t: float) -> float:
     """Rows a second, decayed over `TAUS_S[k]`; a minute's rows count as if they came at its end."""
     n = state.length[row]
@@ -261,7 +274,7 @@ def _rate(state: State, row: int, k: int, t: float) -> float:
     return float((state.decayed[row, k] + rows) * math.exp(-age / _TAUS[k]) / _TAUS[k])
 
 
-@kernel
+@kernel_part
 def _feature_row(state: State, out: Any, m: int, t: float, is_row: float, before: Any) -> None:
     """Model m's features at t into `out`; `before` is scratch for the counts before each lag. m has been used."""
     i = 0
@@ -403,13 +416,14 @@ def _feature_row(state: State, out: Any, m: int, t: float, is_row: float, before
 @kernel
 def take_features(state: State, models: Any, now_s: float, out: Any) -> None:
     """Feature rows of `models` at `now_s` into out[len(models), F]; a model that was never used gets NaN."""
+    state = by_reference(state)
     _roll_day(state, now_s)
     before = np.zeros(len(LAG_MINUTES))
     for r in range(len(models)):
         if state.total[models[r]] > 0:
             _feature_row(state, out[r], models[r], now_s, 0.0, before)
         else:
-            out[r, :] = math.nan
+            _fill_nan(out[r])
 
 
 @kernel
@@ -430,6 +444,7 @@ def take_block(
     A row at a tick's very time comes after it. Without room in `row_features` (length 0) no features are computed at
     all; the features of a row that was dropped are NaN.
     """
+    state = by_reference(state)
     before = np.zeros(len(LAG_MINUTES))
     want = len(row_features) > 0 or len(tick_features) > 0
     want_rows = len(row_features) > 0
@@ -440,7 +455,7 @@ def take_block(
             t = _take_row(state, ts[i], model[i], user[i], count[i])
             if want_rows:
                 if math.isnan(t):
-                    row_features[i, :] = math.nan
+                    _fill_nan(row_features[i])
                 else:
                     _feature_row(state, row_features[i], model[i], t, 1.0, before)
             i += 1
@@ -458,6 +473,7 @@ def take_block(
 @kernel
 def take_rates(state: State, models: Any, now_s: float, out: Any) -> None:
     """Decayed row rates of `models` at `now_s` into out[len(models), len(TAUS_S)]."""
+    state = by_reference(state)
     _roll_day(state, now_s)
     for r in range(len(models)):
         for k in range(_N_TAUS):

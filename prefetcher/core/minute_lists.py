@@ -1,4 +1,4 @@
-"""The pool of minute lists: finding rows in them, and giving them room.
+"""The pool of minute lists: finding rows in them, and copying them to where they have it.
 
 A minute list holds the minutes in which a model was used, rising, and the rows up to and with each; lists lie in one
 pool, each with room to grow (`traffic_state.State`). What is appended to them, and when their beginnings are
@@ -9,53 +9,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefetcher.core.compiled import kernel
+from prefetcher.core.compiled import kernel, kernel_part
 
-__all__ = ["copy_lists", "move_lists", "take_counts"]
+__all__ = ["copy_lists", "take_counts"]
 
 
-@kernel
-def _rows_before(state: Any, row: int, minute: int) -> int:
-    low, high = 0, state.length[row]
+@kernel_part
+def _rows_before(start: Any, length: Any, base: Any, pool_minute: Any, pool_cum: Any, row: int, minute: int) -> int:
+    low, high = 0, length[row]
     while low < high:
         middle = (low + high) // 2
-        if state.pool_minute[state.start[row] + middle] < minute:
+        if pool_minute[start[row] + middle] < minute:
             low = middle + 1
         else:
             high = middle
-    return int(state.pool_cum[state.start[row] + low - 1]) if low > 0 else int(state.base[row])
+    return int(pool_cum[start[row] + low - 1]) if low > 0 else int(base[row])
 
 
 @kernel
-def take_counts(state: Any, models: Any, from_minute: int, until_minute: int, out: Any) -> None:
+def take_counts(
+    start: Any, length: Any, base: Any, pool_minute: Any, pool_cum: Any, models: Any, from_minute: int, until_minute: int, out: Any
+) -> None:
     """Rows of `models` in minutes [from_minute, until_minute) into out[len(models)]."""
     for r in range(len(models)):
         row = models[r] + 1
-        out[r] = max(0, _rows_before(state, row, until_minute) - _rows_before(state, row, from_minute))
+        until = _rows_before(start, length, base, pool_minute, pool_cum, row, until_minute)
+        out[r] = max(0, until - _rows_before(start, length, base, pool_minute, pool_cum, row, from_minute))
 
 
 @kernel
-def move_lists(state: Any, rows: Any, room: Any, used: int) -> int:
-    """Move minute lists to the pool's end, with new room each; the pool's end afterwards."""
+def copy_lists(rows: Any, start: Any, length: Any, pool_minute: Any, pool_cum: Any, to: Any, to_pool_minute: Any, to_pool_cum: Any) -> None:
+    """Copy the minute lists of `rows` to the places `to` of a pool, which may be the same one where they do not overlap."""
     for x in range(len(rows)):
-        row = rows[x]
-        s, n = state.start[row], state.length[row]
-        state.pool_minute[used : used + n] = state.pool_minute[s : s + n]
-        state.pool_cum[used : used + n] = state.pool_cum[s : s + n]
-        state.start[row] = used
-        state.room[row] = room[x]
-        used += room[x]
-    return used
-
-
-@kernel
-def copy_lists(state: Any, fresh: Any, room: Any) -> None:
-    """Copy all minute lists into the pool of `fresh`, one after the other, with new room each."""
-    used = 0
-    for row in range(len(state.start)):
-        s, n = state.start[row], state.length[row]
-        fresh.pool_minute[used : used + n] = state.pool_minute[s : s + n]
-        fresh.pool_cum[used : used + n] = state.pool_cum[s : s + n]
-        fresh.start[row] = used
-        fresh.room[row] = room[row]
-        used += room[row]
+        begin = start[rows[x]]
+        for j in range(length[rows[x]]):
+            to_pool_minute[to[x] + j] = pool_minute[begin + j]
+            to_pool_cum[to[x] + j] = pool_cum[begin + j]

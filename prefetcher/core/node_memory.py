@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.compiled import kernel
+from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand
 from prefetcher.core.node import (
     ABSENT,
@@ -45,7 +45,7 @@ __all__ = [
 GDSF, SIEVE = int(Rank.GDSF), int(Rank.SIEVE)
 
 
-@kernel
+@kernel_part
 def _hold_time(e: int, now_s: float, caches: Caches) -> None:
     cache = caches.cache[e]
     if now_s > cache.held_at_s:
@@ -53,7 +53,7 @@ def _hold_time(e: int, now_s: float, caches: Caches) -> None:
         cache.held_at_s = now_s
 
 
-@kernel
+@kernel_part
 def take_memory(e: int, model: int, now_s: float, prefetched: bool, world: World, caches: Caches) -> None:
     _hold_time(e, now_s, caches)
     weights = caches.weights[e]
@@ -64,7 +64,7 @@ def take_memory(e: int, model: int, now_s: float, prefetched: bool, world: World
     weights[model].unused = prefetched
 
 
-@kernel
+@kernel_part
 def evict(e: int, model: int, at_s: float, outcome: int, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
     """Frees a resident or partial model; `outcome` is what an unused prefetch ends as."""
     _hold_time(e, at_s, caches)
@@ -100,14 +100,14 @@ def evict(e: int, model: int, at_s: float, outcome: int, world: World, demand: D
         cache.partial = -1
 
 
-@kernel
+@kernel_part
 def set_expiry(e: int, model: int, expiry_s: float, caches: Caches) -> None:
     caches.weights[e][model].expiry_s = expiry_s
     if expiry_s < caches.cache[e].expiry_s:
         caches.cache[e].expiry_s = expiry_s
 
 
-@kernel
+@kernel_part
 def sweep_expired(e: int, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
     cache = caches.cache[e]
     if cache.expiry_s > now_s:
@@ -123,7 +123,7 @@ def sweep_expired(e: int, now_s: float, world: World, demand: Demand, caches: Ca
     cache.expiry_s = earliest
 
 
-@kernel
+@kernel_part
 def sweep_priced(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
     """Gives back the weights whose bytes are worth less than their price."""
     policy = caches.policy[e]
@@ -133,7 +133,7 @@ def sweep_priced(e: int, now_s: float, world: World, demand: Demand, hazard: Haz
             evict(e, m, now_s, USELESS, world, demand, caches, log)
 
 
-@kernel
+@kernel_part
 def ready_models(e: int, but: int, caches: Caches) -> npt.NDArray[np.int64]:
     weights = caches.weights[e]
     out = np.empty(len(weights), np.int64)
@@ -145,26 +145,33 @@ def ready_models(e: int, but: int, caches: Caches) -> npt.NDArray[np.int64]:
     return out[:number]
 
 
-@kernel
+@kernel_part
 def victims_in_order(
     key: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need: float
 ) -> tuple[npt.NDArray[np.int64], bool]:
-    """The classic way: lowest key first until the room suffices."""
+    """The classic way: lowest key first until the room suffices; ties fall to the earlier candidate."""
     total = 0.0
     for m in candidates:
         total += size_bytes[m]
     if total < need:
         return candidates[:0], False
-    order = candidates[np.argsort(key[candidates], kind="mergesort")]
+    order = np.empty(len(candidates), np.int64)
+    taken = np.zeros(len(candidates), np.bool_)
     got = 0.0
     number = 0
-    while got < need:
-        got += size_bytes[order[number]]
+    while got < need and number < len(candidates):
+        lowest = -1
+        for c in range(len(candidates)):
+            if not taken[c] and (lowest < 0 or key[candidates[c]] < key[candidates[lowest]]):
+                lowest = c
+        taken[lowest] = True
+        order[number] = candidates[lowest]
+        got += size_bytes[candidates[lowest]]
         number += 1
     return order[:number], True
 
 
-@kernel
+@kernel_part
 def _make_room_by_hand(e: int, need: float, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> bool:
     """SIEVE: victims one by one, where the residents hold enough at all."""
     held = 0.0
@@ -180,7 +187,7 @@ def _make_room_by_hand(e: int, need: float, now_s: float, world: World, demand: 
     return True
 
 
-@kernel
+@kernel_part
 def make_room(e: int, model: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> bool:
     """Room for a demand load, with evictions; False: serve it uncached."""
     cache = caches.cache[e]
@@ -222,7 +229,7 @@ def make_room(e: int, model: int, now_s: float, world: World, demand: Demand, ha
     return True
 
 
-@kernel
+@kernel_part
 def start_transfer(e: int, model: int, use: int, now_s: float, caches: Caches) -> None:
     cache = caches.cache[e]
     cache.link = use

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from prefetcher.core.compiled import kernel
+from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand
 from prefetcher.core.node import ABSENT, CANCELLED, DISPLACED, OPEN, PREFETCH, PREFETCHING, READY, Caches, EventLog, Hazard, World
 from prefetcher.core.node_memory import evict, make_room, ready_models, start_transfer, take_memory, victims_in_order
@@ -29,7 +29,7 @@ CANDIDATES = 4
 SECOND_CHANCE = 2.0
 
 
-@kernel
+@kernel_part
 def _issue(e: int, model: int, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
     """Starts a prefetch whose room is there."""
     cache = caches.cache[e]
@@ -55,7 +55,7 @@ def _issue(e: int, model: int, now_s: float, world: World, demand: Demand, cache
     start_transfer(e, model, PREFETCHING, now_s, caches)
 
 
-@kernel
+@kernel_part
 def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
     """The guarded prefetch: on a quiet link, the highest discounted index first, at `margin` times what it displaces."""
     cache = caches.cache[e]
@@ -121,7 +121,7 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
         return
 
 
-@kernel
+@kernel_part
 def prefetch_earliest(e: int, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
     """With knowledge of the future: the absent model with the earliest next use, at the cost only of what is needed later."""
     cache = caches.cache[e]
@@ -153,7 +153,7 @@ def prefetch_earliest(e: int, now_s: float, world: World, demand: Demand, caches
     _issue(e, model, now_s, world, demand, caches, log)
 
 
-@kernel
+@kernel_part
 def prewarm(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
     """Hybrid: what is due comes back, the earliest first, evicting by recency when full."""
     weights = caches.weights[e]

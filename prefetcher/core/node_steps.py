@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from prefetcher.core.compiled import kernel
+from prefetcher.core.compiled import kernel, kernel_part
 from prefetcher.core.demand import Demand, observe
 from prefetcher.core.node import (
     ABSENT,
@@ -42,6 +42,7 @@ from prefetcher.core.node_memory import evict, make_room, set_expiry, start_tran
 from prefetcher.core.node_prefetch import BUSY_TAU_S, prefetch_by_index, prefetch_earliest, prewarm
 from prefetcher.core.planner import next_in_smith_order
 from prefetcher.core.ranking import idle_window, sieve_enter
+from prefetcher.core.references import by_reference
 
 __all__ = ["advance", "close"]
 
@@ -53,7 +54,7 @@ SIEVE = int(Rank.SIEVE)
 LOAD_WEIGHT = 0.02
 
 
-@kernel
+@kernel_part
 def _log_segment(e: int, now_s: float, caches: Caches, log: EventLog) -> None:
     cache = caches.cache[e]
     if log.slot[e] >= 0:
@@ -68,7 +69,7 @@ def _log_segment(e: int, now_s: float, caches: Caches, log: EventLog) -> None:
     cache.busy_at_s = now_s
 
 
-@kernel
+@kernel_part
 def _serve(e: int, model: int, now_s: float, caches: Caches, log: EventLog) -> None:
     """Gives the weights to every row that waits for them."""
     cache = caches.cache[e]
@@ -86,7 +87,7 @@ def _serve(e: int, model: int, now_s: float, caches: Caches, log: EventLog) -> N
     w.row_sum_s = 0.0
 
 
-@kernel
+@kernel_part
 def _after_use(e: int, model: int, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
     """Keep-alives and idle windows, from a use of ready weights at `now_s`."""
     policy = caches.policy[e]
@@ -107,7 +108,7 @@ def _after_use(e: int, model: int, now_s: float, world: World, demand: Demand, c
         set_expiry(e, model, now_s + policy.keep_alive_s, caches)
 
 
-@kernel
+@kernel_part
 def _end_transfer(e: int, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
     cache = caches.cache[e]
     policy = caches.policy[e]
@@ -144,7 +145,7 @@ def _end_transfer(e: int, world: World, demand: Demand, caches: Caches, log: Eve
         set_expiry(e, model, w.tail_s if policy.idle_windows else now_s + policy.hold_s, caches)
 
 
-@kernel
+@kernel_part
 def _start_demand(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
     cache = caches.cache[e]
     weights = caches.weights[e]
@@ -175,7 +176,7 @@ def _start_demand(e: int, now_s: float, world: World, demand: Demand, hazard: Ha
         start_transfer(e, model, UNCACHED, now_s, caches)
 
 
-@kernel
+@kernel_part
 def _next_transfer(
     e: int, now_s: float, opportunity: bool, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog
 ) -> None:
@@ -196,7 +197,7 @@ def _next_transfer(
             prewarm(e, now_s, world, demand, hazard, caches, log)
 
 
-@kernel
+@kernel_part
 def _schedule(e: int, caches: Caches) -> None:
     cache = caches.cache[e]
     due_s = min(cache.finish_s, cache.next_tick_s)
@@ -205,14 +206,14 @@ def _schedule(e: int, caches: Caches) -> None:
     caches.next_event_s[e] = due_s
 
 
-@kernel
+@kernel_part
 def _has_space(models: int, caches: int, log: EventLog) -> bool:
     room = caches * (models + 8)
     fullest = max(log.filled[0] - len(log.residency), log.filled[1] - len(log.transfers), log.filled[2] - len(log.orders))
     return bool(fullest + room < 0)
 
 
-@kernel
+@kernel_part
 def _run_until(e: int, until_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> bool:
     """Transfer ends, ticks and pre-warming up to `until_s`, inclusive; False when the log is full and the caller must grow it."""
     cache = caches.cache[e]
@@ -237,7 +238,7 @@ def _run_until(e: int, until_s: float, world: World, demand: Demand, hazard: Haz
     return True
 
 
-@kernel
+@kernel_part
 def _wait(e: int, row: int, model: int, now_s: float, caches: Caches, log: EventLog) -> None:
     w = caches.weights[e][model]
     w.rows += 1.0
@@ -250,7 +251,7 @@ def _wait(e: int, row: int, model: int, now_s: float, caches: Caches, log: Event
         w.wait_head = row
 
 
-@kernel
+@kernel_part
 def _first_use(e: int, row: int, model: int, now_s: float, outcome: int, caches: Caches, log: EventLog) -> None:
     w = caches.weights[e][model]
     w.unused = False
@@ -260,7 +261,7 @@ def _first_use(e: int, row: int, model: int, now_s: float, outcome: int, caches:
         log.orders[w.order].outcome = outcome
 
 
-@kernel
+@kernel_part
 def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> int:
     """One row meets one cache; what it found."""
     cache = caches.cache[e]
@@ -326,11 +327,13 @@ def advance(first: int, last: int, until_s: float, world: World, demand: Demand,
 
     Returns the row it got to: `last` + 1 when all is done; less when `log` must grow, then call again from there.
     """
+    world, demand, hazard = by_reference(world), by_reference(demand), by_reference(hazard)
+    caches, log = by_reference(caches), by_reference(log)
     count = len(caches.policy)
     models = len(world.size_bytes)
     for row in range(first, last):
         now_s = world.ts[row]
-        model = world.model[row]
+        model = int(world.model[row])
         for e in range(count):
             if caches.next_event_s[e] <= now_s and not _run_until(e, now_s, world, demand, hazard, caches, log):
                 return row
@@ -358,6 +361,7 @@ def advance(first: int, last: int, until_s: float, world: World, demand: Demand,
 @kernel
 def close(until_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> bool:
     """Ends what is still held at `until_s`; False when `log` must grow first."""
+    world, demand, caches, log = by_reference(world), by_reference(demand), by_reference(caches), by_reference(log)
     for e in range(len(caches.policy)):
         if not _has_space(len(world.size_bytes), 1, log):
             return False

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.compiled import kernel
+from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand, decayed_rate, hit_density
 from prefetcher.core.node import IDLE_BINS, Caches, Hazard, Rank, World
 from prefetcher.core.value import index_per_byte, miss_cost_s
@@ -26,7 +26,7 @@ JOINERS_TAU = 1
 WAITING_PRIOR_LOADS = 3.0
 
 
-@kernel
+@kernel_part
 def _hazard_rate(hazard: Hazard, variant: int, model: int, now_s: float, demand: Demand, world: World) -> float:
     tick = int((now_s - world.t0_s) / world.tick_s)
     tick_at_s = world.t0_s + tick * world.tick_s
@@ -38,7 +38,7 @@ def _hazard_rate(hazard: Hazard, variant: int, model: int, now_s: float, demand:
     return 0.0 if np.isnan(rate) else float(rate)
 
 
-@kernel
+@kernel_part
 def _mix_rate(demand: Demand, model: int, now_s: float) -> float:
     rate = 0.0
     for k in MIX_TAUS:
@@ -46,7 +46,7 @@ def _mix_rate(demand: Demand, model: int, now_s: float) -> float:
     return float(rate / len(MIX_TAUS))
 
 
-@kernel
+@kernel_part
 def next_use_per_s(
     rank: int,
     tau: int,
@@ -79,7 +79,7 @@ def next_use_per_s(
     return 0.0
 
 
-@kernel
+@kernel_part
 def key_of(
     e: int, model: int, variant: int, own_waiting: bool, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches
 ) -> float:
@@ -102,7 +102,7 @@ def key_of(
     return index_per_byte(rate, cost_s, world.size_bytes[model])
 
 
-@kernel
+@kernel_part
 def sieve_enter(e: int, model: int, caches: Caches) -> None:
     """Puts a loaded model at the head of the queue. Source: Zhang et al., SIEVE, NSDI 2024."""
     cache = caches.cache[e]
@@ -117,7 +117,7 @@ def sieve_enter(e: int, model: int, caches: Caches) -> None:
         cache.sieve_tail = model
 
 
-@kernel
+@kernel_part
 def sieve_leave(e: int, model: int, caches: Caches) -> None:
     """Takes an evicted model out of the queue; the hand moves on to the next newer one."""
     cache = caches.cache[e]
@@ -135,7 +135,7 @@ def sieve_leave(e: int, model: int, caches: Caches) -> None:
         cache.sieve_hand = newer
 
 
-@kernel
+@kernel_part
 def sieve_next(e: int, caches: Caches) -> int:
     """The next victim: the hand goes from old to new, clears marks, and stops at the first resident without one."""
     cache = caches.cache[e]
@@ -152,7 +152,7 @@ def sieve_next(e: int, caches: Caches) -> int:
     return int(hand)
 
 
-@kernel
+@kernel_part
 def idle_window(histogram: npt.NDArray[np.float32], inside: float, outside: float) -> tuple[float, float]:
     """(pre-warm after, keep until), seconds after the last use, from minutes of idle time. Source: Shahrad et al., USENIX ATC 2020.
 

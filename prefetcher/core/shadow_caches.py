@@ -36,6 +36,7 @@ from prefetcher.core.node import (
 )
 from prefetcher.core.node_run import run_rows
 from prefetcher.core.ranking import JOINERS_TAU, next_use_per_s
+from prefetcher.core.references import by_reference
 from prefetcher.core.value import price_per_byte_s
 
 __all__ = ["Outlook", "ShadowCaches"]
@@ -76,12 +77,14 @@ class Outlook:
 def _next_use(
     rank: int, tau: int, variant: int, now_s: float, world: World, demand: Demand, hazard: Hazard, next_ts: Floats, out: Floats
 ) -> None:
+    world, demand, hazard = by_reference(world), by_reference(demand), by_reference(hazard)
     for m in range(len(out)):
         out[m] = next_use_per_s(rank, tau, variant, m, now_s, demand, hazard, world, next_ts)
 
 
 @kernel
 def _joiners(now_s: float, demand: Demand, out: Floats) -> None:
+    demand = by_reference(demand)
     for m in range(len(out)):
         out[m] = decayed_rate(demand, JOINERS_TAU, m, now_s)
 
@@ -176,7 +179,7 @@ class ShadowCaches:
             first_ts=np.full(len(self._size), np.inf),
             t0_s=self._t0_s,
             t1_s=np.inf,
-            tick_s=self._tick_s,
+            tick_s=float(self._tick_s),
         )
 
     def _fresh(self) -> Caches:

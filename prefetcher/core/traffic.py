@@ -214,9 +214,7 @@ class Traffic:
         row_features = np.empty((n if features else 0, width), np.float32)
         tick_of, tick_model = np.empty(most, np.int32), np.empty(most, np.int32)
         tick_features = np.empty((most, width), np.float32)
-        written = _f.take_block(
-            self._state, times, models, users, counts, at, row_features, tick_of, tick_model, tick_features
-        )
+        written = _f.take_block(self._state, times, models, users, counts, at, row_features, tick_of, tick_model, tick_features)
         bounds = [x for edge in (times, at) if len(edge) for x in (float(edge[0]), float(edge[-1]))]
         return Block(
             from_s=from_s if from_s is not None else min(bounds, default=self.newest_s),
@@ -254,7 +252,9 @@ class Traffic:
         """
         which = self._which(models)
         out = np.empty(len(which), np.int64)
-        _lists.take_counts(self._state, which, int(from_s // 60.0), int(until_s // 60.0), out)
+        s = self._state
+        minutes = int(from_s // 60.0), int(until_s // 60.0)
+        _lists.take_counts(s.start, s.length, s.base, s.pool_minute, s.pool_cum, which, *minutes, out)
         return out
 
     def snapshot(self) -> dict[str, np.ndarray]:
@@ -301,7 +301,8 @@ class Traffic:
         own["pool_cum"] = total - np.repeat(before, length)
         traffic._state = State(**own)
         traffic._used = len(minutes)
-        _f.rebuild_rates(traffic._state)
+        s = traffic._state
+        _f.rebuild_rates(s.start, s.length, s.base, s.pool_minute, s.pool_cum, s.decayed)
         return traffic
 
     def _which(self, models: npt.ArrayLike | None) -> npt.NDArray[np.int64]:
@@ -340,7 +341,10 @@ class Traffic:
         if self._used + room.sum() > len(s.pool_minute):
             self._compact(need)
             return
-        self._used = int(_lists.move_lists(s, moved, room, self._used))
+        to = self._used + np.cumsum(room) - room
+        _lists.copy_lists(moved, s.start, s.length, s.pool_minute, s.pool_cum, to, s.pool_minute, s.pool_cum)
+        s.start[moved], s.room[moved] = to, room
+        self._used += int(room.sum())
 
     def _compact(self, need: npt.NDArray[np.int64]) -> None:
         """A new pool, without the holes that moved lists left, with room for every list to grow by half and for later
@@ -350,9 +354,8 @@ class Traffic:
         room = s.length + np.maximum(s.length // 2, need) + 4
         total = int(room.sum())
         size = total + total // 2
-        fresh = s._replace(
-            pool_minute=np.zeros(size, np.int32), pool_cum=np.zeros(size, np.int64), start=s.start.copy()
-        )
-        _lists.copy_lists(s, fresh, room)
+        to = np.cumsum(room) - room
+        fresh = s._replace(pool_minute=np.zeros(size, np.int32), pool_cum=np.zeros(size, np.int64), start=to, room=room)
+        _lists.copy_lists(np.arange(len(room)), s.start, s.length, s.pool_minute, s.pool_cum, to, fresh.pool_minute, fresh.pool_cum)
         self._state = fresh
         self._used = total

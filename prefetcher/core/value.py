@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.compiled import kernel
+from prefetcher.core.compiled import kernel, kernel_part
 
 __all__ = [
     "DEFAULT_PRICE_S_PER_GB_H",
@@ -33,13 +33,13 @@ def price_per_byte_s(seconds_per_gb_h: float) -> float:
     return seconds_per_gb_h / 3.6e12
 
 
-@kernel
+@kernel_part
 def mean_load_s(link_s: float, recent_wait_s: float) -> float:
     """The mean time to load: the transfer and about half of the recent queue wait (its P90 sets the lead, not the cost). Seconds."""
     return link_s + 0.5 * recent_wait_s
 
 
-@kernel
+@kernel_part
 def miss_cost_s(link_s: float, recent_wait_s: float, rate_per_s: float, waiting_rows: float) -> float:
     """C = l·(1 + r·l/2) + μ·s/BW, in seconds of waiting.
 
@@ -50,19 +50,19 @@ def miss_cost_s(link_s: float, recent_wait_s: float, rate_per_s: float, waiting_
     return load_s * (1.0 + rate_per_s * load_s / 2.0) + waiting_rows * link_s
 
 
-@kernel
+@kernel_part
 def index_per_byte(next_use_per_s: float, cost_s: float, size_bytes: float) -> float:
     """h·C/s: the seconds of waiting that a held byte saves per second. Comparable with λ, the price of a byte-second."""
     return next_use_per_s * cost_s / size_bytes
 
 
-@kernel
+@kernel_part
 def load_discount(next_use_per_s: float, link_s: float) -> float:
     """exp(−3·h·s/BW): what will be asked for while it loads is hardly helped by a prefetch."""
     return math.exp(-3.0 * next_use_per_s * link_s)
 
 
-@kernel
+@kernel_part
 def _next_use_rate(probability: npt.NDArray[np.float32], horizons_s: npt.NDArray[np.float64], last: int) -> float:
     survive = 1.0
     expected_s = 0.0
