@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefetcher.agent.agent import Agent, AgentOptions
+from prefetcher.agent.hostfolder import check_lock
 from prefetcher.api.service import Service
 from prefetcher.clock import Clock, ScaledClock, SystemClock
 from prefetcher.config import Settings
@@ -234,6 +235,7 @@ def _check_machine(settings: Settings) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if settings.node.host_bytes > memory:
         raise BudgetError(f"--host-bytes {settings.node.host_bytes} is more than this machine's memory, {memory} bytes; give it less")
+    check_lock(settings.node.lock, settings.node.host_bytes)
 
 
 def _listen(host: str, port: int) -> socket.socket:

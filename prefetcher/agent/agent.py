@@ -167,7 +167,7 @@ class Agent:
         self._go_on(catalog, adopted)
         for name, error in catalog.refused.items():
             log().warning("model_refused", folder=name, reason=str(error))
-        path = options.socket or protocol.default_run_folder() / protocol.SOCKET_NAME
+        path = options.socket or protocol.default_socket_path()
         self._server = LeaseServer(path, self)
         self._server.start()
         self.socket_path = path
@@ -391,7 +391,7 @@ class Agent:
             self._arena,
             self._moves,
             self._clock.now_s(),
-            [f"{name}: {error}" for name, error in sorted(self._catalog.refused.items())],
+            self._problems(),
         )
         items = {records.node_key(node, "report"): records.encode(report)}
         self._state.write(items, expire_s=records.REPORT_EXPIRES_S)
@@ -408,6 +408,17 @@ class Agent:
     def _totals(self) -> dict[str, Any]:
         now_s = self._clock.now_s()
         return self._book.totals(self._machine.held(now_s), self.arm_of(now_s))
+
+    def _problems(self) -> list[str]:
+        """What is wrong with the models folder: models that are refused or quarantined, or none at all."""
+        found = [f"{name}: {error}" for name, error in sorted(self._catalog.refused.items())]
+        for name, source in sorted(self._catalog.models.items()):
+            reason = self._disk.quarantined(source)
+            if reason is not None:
+                found.append(f"{name}: quarantined: {reason}")
+        if not self._catalog.models:
+            found.append(f"no model in {self._options.models_dir}: `prefetcher manifest {self._options.models_dir}` makes manifests")
+        return found
 
     # --- the models folder ---
 

@@ -244,6 +244,7 @@ def _add_questions(app: FastAPI, service: Service) -> None:
         return StatusAnswer(
             node=msgspec.to_builtins(report),
             totals=service.totals(),
+            decides=service.decides(),
             orders=[msgspec.to_builtins(order) for order in service.orders(20)],
             prefetching=service.switched_on(),
             observe=report.observe,

@@ -83,6 +83,10 @@ class StatusAnswer(BaseModel):
         description="as `/v1/report` gives them; empty before the first",
         examples=[{"rows": 12, "cold_starts": 2, "cold_seconds": 3.5, "outcomes": {"timely": 1}, "idle_byte_seconds": 1.2e12}],
     )
+    decides: dict[str, Any] = Field(
+        description="the expert that decides, and what each would have cost lately (seconds); empty before the first plan",
+        examples=[{"expert": "hazard-mix-prefetch", "at_s": 1.7672256e9, "costs_s": {"lhd": 4.2}, "shadow_wait_s": 7.5}],
+    )
     orders: list[dict[str, Any]]
     prefetching: bool
     observe: bool

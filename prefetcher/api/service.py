@@ -96,6 +96,11 @@ class Service:
         raw = self._state.read(records.node_key(self._node, "totals"))
         return {} if raw is None else msgspec.json.decode(raw, type=dict[str, Any])
 
+    def decides(self) -> dict[str, Any]:
+        """`records.Decides` of the node: the expert that decides and what each would have cost; empty before the first plan."""
+        raw = self._state.read(records.node_key(self._node, "decides"))
+        return {} if raw is None else msgspec.json.decode(raw, type=dict[str, Any])
+
     def orders(self, count: int, model: str | None = None) -> list[records.OrderRecord]:
         """The last `count` orders, newest first; each as it stands."""
         raw = self._state.tail(records.node_key(self._node, "orders"), records.ORDERS_KEPT if model else 4 * count)
@@ -109,8 +114,11 @@ class Service:
 
     def act(self, act: str, model: str) -> Acted:
         """Does `act` to a model by hand. A pin holds across restarts and on every node."""
-        known = {k.model for k in self.report().known}
-        if model not in known:
+        report = self.report()
+        if model not in {k.model for k in report.known}:
+            why = next((problem for problem in report.problems if problem.startswith(f"{model}: ")), "")
+            if why:
+                raise ModelNotFoundError(f"{why}; put it right and run `prefetcher manifest` on its folder", model=model)
             raise ModelNotFoundError(f"no model is called {model!r} on node {self._node}; `prefetcher status` lists them", model=model)
         acted = self._by_hand.act(act, model)
         if acted.ok and act in ("pin", "unpin"):
