@@ -20,6 +20,7 @@ $(VENV)/pip.stamp:
 # The base alone: replay, live and demo need no more.
 $(VENV)/base.stamp: pyproject.toml constraints.txt $(VENV)/pip.stamp
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/prefetcher compile
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/base.stamp

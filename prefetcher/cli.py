@@ -264,6 +264,14 @@ def demo(
     _attribute("prefetcher.demo", "run")(out)
 
 
+@app.command(name="compile")
+def compile_() -> None:
+    """Compiles the kernels for this machine; else the first replay or node does, in about half a minute."""
+    from prefetcher.compiling import compile_command
+
+    compile_command()
+
+
 def _attribute(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)

@@ -63,5 +63,5 @@ def test_errors_are_one_line(arguments: tuple[str, ...], code: int, hint: str) -
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = run("--help")
     assert done.returncode == 0
-    for name in ("up", "status", "pin", "unpin", "load", "evict", "off", "on", "manifest", "replay", "bench", "demo"):
+    for name in ("up", "status", "pin", "unpin", "load", "evict", "off", "on", "manifest", "replay", "bench", "demo", "compile"):
         assert f"\n  {name} " in done.stdout

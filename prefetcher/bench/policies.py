@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefetcher.bench.machine import describe_machine
+from prefetcher.compiling import compile_aloud
 from prefetcher.errors import InputError, UsageError
 from prefetcher.replay.frontier import FrontierPoint, lower_hull, read_hull
 from prefetcher.replay.ours import score_blocks
@@ -55,6 +56,7 @@ def run(
     names = [n for n in policy.split(",") if n] if policy else [*PEERS, *SIMPLE, *REFERENCES, OURS]
     only = set(trace.split(",")) if trace else None
     tell = say or (lambda text: print(text, flush=True))
+    compile_aloud()
     points = []
     loaded, blocks = None, None
     for name, ratio in wanted:

@@ -5,21 +5,23 @@ IEEE arithmetic (no fast-math), so that the same input gives the same bytes in r
 Python calls, `kernel_part` for those that only kernels call. Structures of many arrays go to parts by reference (`core.references`).
 
 Compiling takes most of a minute, nearly all of it for what grows with the number of calls × arguments × layers; hence parts without any way
-in from Python, and one version of a part whatever constants it is called with. `prefetcher.warmup` does it ahead.
+in from Python, and one version of a part whatever constants it is called with. `prefetcher.compiling` does it ahead.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from types import CodeType
 from typing import Any, TypeVar
 
 import numpy as np
 from numba import njit
+from numba.core.caching import FunctionCache
 from numba.extending import register_jitable
 
-__all__ = ["KERNELS", "fingerprint", "kernel", "kernel_part"]
+__all__ = ["KERNELS", "fingerprint", "is_compiled", "kernel", "kernel_part"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,6 +29,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 KERNELS: list[Any] = []
 
 _fingerprints: dict[Any, str] = {}
+#: No wrapper for C either: nothing calls through one.
+_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": False, "error_model": "numpy", "no_cfunc_wrapper": True}
 _compile_part = register_jitable(error_model="numpy", no_cfunc_wrapper=True)
 
 
@@ -40,18 +44,38 @@ def kernel_part(function: Function) -> Function:
 def kernel(function: Callable[..., Any]) -> Any:
     """A function that Python calls, compiled for each combination of argument types and cached on disk where that can be written."""
     _fingerprints[function] = fingerprint(function)
-    compiled: Any = njit(nogil=True, fastmath=False, error_model="numpy")(function)
-    try:
-        compiled.enable_caching()
-    except RuntimeError:
-        # numba found no folder to write to: this process compiles for itself.
-        pass
-    else:
-        # numba looks only at the kernel's own file; a part or a constant elsewhere must not leave a stale kernel in use.
-        index = compiled._cache._cache_file
-        index._source_stamp = (index._source_stamp, _fingerprints[function])
+    compiled: Any = njit(**_OPTIONS)(function)
+    # Where numba finds no folder to write to, this process compiles for itself.
+    with suppress(RuntimeError):
+        compiled._cache = _Cache(function)
     KERNELS.append(compiled)
     return compiled
+
+
+def is_compiled(of: Any) -> bool:
+    """Whether a kernel is compiled for this machine: in this process or on disk."""
+    machine = of.targetctx.codegen().magic_tuple()
+    return bool(of.overloads) or (isinstance(of._cache, _Cache) and of._cache.holds(machine))
+
+
+class _Cache(FunctionCache):
+    """numba's cache on disk, which also sees changes elsewhere than in the kernel's own file, and lives with a full disk."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        # A part or a constant in another file must not leave a stale kernel in use.
+        self._cache_file._source_stamp = (self._cache_file._source_stamp, _fingerprints[function])
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        with suppress(OSError):
+            super().save_overload(signature, result)
+
+    def holds(self, machine: Any) -> bool:
+        """Whether there is code for `machine` (numba's name for processor and its features)."""
+        try:
+            return any(key[1] == machine for key in self._cache_file._load_index())
+        except OSError:
+            return False
 
 
 def fingerprint(function: Callable[..., Any]) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from prefetcher.clock import Clock, SystemClock
+from prefetcher.compiling import compile_aloud
 from prefetcher.demo.models import make_models
 from prefetcher.demo.node import DemoNode
 from prefetcher.demo.page import table, write_page
@@ -48,6 +49,7 @@ def run_demo(out: Path, *, seed: int = 0, side_s: float = SIDE_S, clock: Clock |
     try:
         with console.status("making a dozen models") as status:
             models = make_models(models_dir, seed=seed, progress=status.update)
+        compile_aloud()
         total = sum(m.bytes for m in models)
         host = int(total * HOST_RATIO)
         console.print(

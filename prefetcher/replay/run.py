@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefetcher.compiling import compile_kernels
 from prefetcher.core.demand import new_demand
 from prefetcher.core.node import new_caches, new_event_log, no_hazard
 from prefetcher.core.node_run import run_rows
@@ -186,6 +187,7 @@ def replay_command(
             progress=lambda done, total: progress(done / max(total, 1), "reading the log"),
         )  # fmt: skip
         load_s = None if load_times is None else read_load_times(load_times, trace.models)
+        compile_kernels(progress)
         node_count = len(trace.node_names) or nodes
         capacity = float(trace.bytes_.sum()) * capacity_ratio / node_count if capacity_ratio is not None else float(host_bytes or 0)
         simulation = Simulation(
