@@ -14,7 +14,7 @@ from prefetcher.core.demand import Demand
 from prefetcher.core.node import ABSENT, CANCELLED, DISPLACED, OPEN, PREFETCH, PREFETCHING, READY, Caches, EventLog, Hazard, World
 from prefetcher.core.node_memory import evict, make_room, ready_models, start_transfer, take_memory, victims_in_order
 from prefetcher.core.planner import choose_victims, outbids
-from prefetcher.core.ranking import key_of, next_use_per_s
+from prefetcher.core.ranking import key_of, key_of_rate, next_use_per_s
 from prefetcher.core.value import load_discount
 
 __all__ = ["BUSY_TAU_S", "prefetch_by_index", "prefetch_earliest", "prewarm"]
@@ -70,8 +70,9 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
         if (status != ABSENT and status != PREFETCH) or demand.rows[m] == 0 or world.size_bytes[m] > cache.capacity:
             continue
         rate = next_use_per_s(policy.rank, policy.tau, policy.prefetch_variant, m, now_s, demand, hazard, world, caches.next_ts)
-        value = key_of(e, m, policy.prefetch_variant, False, now_s, world, demand, hazard, caches)
-        value *= load_discount(rate, world.link_s[m])
+        if rate <= 0.0:
+            continue
+        value = key_of_rate(e, m, rate, False, now_s, world, demand, caches) * load_discount(rate, world.link_s[m])
         if status == PREFETCH:
             value *= RESUME_BONUS
         elif weights[m].refused_after_s > demand.last_s[m] and value < SECOND_CHANCE * weights[m].priority:

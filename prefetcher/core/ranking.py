@@ -16,7 +16,7 @@ from prefetcher.core.demand import Demand, decayed_rate, hit_density
 from prefetcher.core.node import IDLE_BINS, Caches, Hazard, Rank, World
 from prefetcher.core.value import index_per_byte, miss_cost_s
 
-__all__ = ["idle_window", "key_of", "next_use_per_s", "sieve_enter", "sieve_leave", "sieve_next"]
+__all__ = ["idle_window", "key_of", "key_of_rate", "next_use_per_s", "sieve_enter", "sieve_leave", "sieve_next"]
 
 LRU, LFU, MIX, GDSF, SIEVE, LHD, HAZARD, HAZARD_MIX, NEXT_USE, NEXT_USE_BYTES = (int(r) for r in Rank)
 #: Columns of STANDARD_TAUS_S that the mix averages, and the one that tells how many join a load.
@@ -80,6 +80,20 @@ def next_use_per_s(
 
 
 @kernel_part
+def key_of_rate(e: int, model: int, rate: float, own_waiting: bool, now_s: float, world: World, demand: Demand, caches: Caches) -> float:
+    """The key of a model whose rate of next use is known: the index where the policy is load-aware, else the rate itself."""
+    if not caches.policy[e].load_aware:
+        return rate
+    weights = caches.weights[e]
+    cache = caches.cache[e]
+    waiting = cache.waiting_mean
+    if own_waiting:
+        waiting = (weights[model].others + WAITING_PRIOR_LOADS * waiting) / (weights[model].loads + WAITING_PRIOR_LOADS)
+    cost_s = miss_cost_s(world.link_s[model], cache.recent_wait_s, decayed_rate(demand, JOINERS_TAU, model, now_s), waiting)
+    return index_per_byte(rate, cost_s, world.size_bytes[model])
+
+
+@kernel_part
 def key_of(
     e: int, model: int, variant: int, own_waiting: bool, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches
 ) -> float:
@@ -92,14 +106,7 @@ def key_of(
     if rank == GDSF:
         return float(weights[model].priority)
     rate = next_use_per_s(rank, policy.tau, variant, model, now_s, demand, hazard, world, caches.next_ts)
-    if not policy.load_aware:
-        return rate
-    cache = caches.cache[e]
-    waiting = cache.waiting_mean
-    if own_waiting:
-        waiting = (weights[model].others + WAITING_PRIOR_LOADS * waiting) / (weights[model].loads + WAITING_PRIOR_LOADS)
-    cost_s = miss_cost_s(world.link_s[model], cache.recent_wait_s, decayed_rate(demand, JOINERS_TAU, model, now_s), waiting)
-    return index_per_byte(rate, cost_s, world.size_bytes[model])
+    return key_of_rate(e, model, rate, own_waiting, now_s, world, demand, caches)
 
 
 @kernel_part
