@@ -50,6 +50,7 @@ class App:
         self._closing: list[tuple[str, Callable[[], None]]] = []
         self.clock = _clock(settings)
         self.address = ""
+        self._compiling: threading.Thread | None = None
         #: Why the application ended by itself, '' while it did not.
         self.failure = ""
 
@@ -85,7 +86,7 @@ class App:
             self.clock,
             metrics,
             controller.wake,
-            lambda: _check_controller(controller, self.clock),
+            lambda: self._check_controller(controller),
         )
         metrics.prefetching.set(1.0 if service.switched_on() else 0.0)
         if settings.stream.follow is not None:
@@ -133,8 +134,31 @@ class App:
         agent.on_unannounced = unannounced.put
         self._run_thread("opens", lambda stop: _announce(unannounced, stream, controller, stop))
         agent.on_order_ended = lambda decision_id, outcome: controller.order_ended(node, decision_id, outcome)
-        self._run_thread("controller", controller.run)
+        self._run_thread("controller", lambda stop: self._compile_and_run(controller, stop))
         return controller
+
+    def _compile_and_run(self, controller: Controller, stop: threading.Event) -> None:
+        """The controller, once its kernels are compiled: on the first start of an installation that takes half a minute."""
+        from prefetcher.compiling import compile_kernels, compiled
+
+        if not compiled():
+            log().info("compiling", then="plans come when it is done; requests and opens are served meanwhile")
+            self._compiling = threading.Thread(target=compile_kernels, name="compile", daemon=True)
+            self._compiling.start()
+            while self._compiling.is_alive() and not stop.is_set():
+                self._compiling.join(0.1)
+            self._compiling = None
+        controller.run(stop)
+
+    def _check_controller(self, controller: Controller) -> str:
+        if self._compiling is not None:
+            return "compiling for this machine, once: plans come in about half a minute"
+        if controller.deposed:
+            return "another controller leads"
+        silent_s = self.clock.steady_s() - controller.alive_s
+        if _CONTROLLER_STALL_S * self.clock.speed < silent_s < float("inf"):
+            return f"the controller has not moved for {silent_s:.0f} s"
+        return ""
 
     def _run_thread(self, name: str, run: Callable[[threading.Event], None]) -> None:
         stop = threading.Event()
@@ -270,10 +294,3 @@ def _agent_options(settings: Settings, folder: Path) -> AgentOptions:
         prefetch_bytes_per_s=node.prefetch_bytes_per_s,
         seed=settings.decision.seed,
     )
-
-
-def _check_controller(controller: Controller, clock: Clock) -> str:
-    if controller.deposed:
-        return "another controller leads"
-    silent_s = clock.steady_s() - controller.alive_s
-    return f"the controller has not moved for {silent_s:.0f} s" if silent_s > _CONTROLLER_STALL_S * clock.speed else ""
