@@ -8,6 +8,7 @@ cost and the live cache takes the chosen expert's rules (`NodeRun`). Which node 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +25,7 @@ from prefetcher.replay.trace import Trace
 from prefetcher_models.hazard import HazardSettings
 from prefetcher_models.stream import HazardStream
 
-__all__ = ["AT_PRICE", "LIVE", "SHADOW", "NodeRun", "RateBlock", "score_blocks"]
+__all__ = ["AT_PRICE", "LIVE", "SHADOW", "NodeRun", "RateBlock", "computed_ahead", "score_blocks"]
 
 LIVE = len(EXPERTS)  #: number of the live cache
 SHADOW = LIVE + 1  #: number of its twin without prefetching
@@ -89,6 +90,15 @@ def score_blocks(trace: Trace, seed: int, progress: Progress, periods: int = _BL
         first, tick, from_s = last, tick + ticks, until_s
     if waiting is not None:
         yield waiting
+
+
+def computed_ahead(blocks: Iterator[RateBlock]) -> Iterator[RateBlock]:
+    """The same blocks, each computed on a second core while the one before it is used."""
+    with ThreadPoolExecutor(1, "scores") as pool:
+        following = pool.submit(next, blocks, None)
+        while (block := following.result()) is not None:
+            following = pool.submit(next, blocks, None)
+            yield block
 
 
 def _joined(block: RateBlock, following: Floats32) -> RateBlock:

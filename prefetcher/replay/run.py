@@ -24,7 +24,7 @@ from prefetcher.replay.accounts import PolicyLogs, totals, write_logs
 from prefetcher.replay.catalog import read_load_times
 from prefetcher.replay.engine import build_tables, close_node, split_by_node
 from prefetcher.replay.frontier import FrontierPoint
-from prefetcher.replay.ours import AT_PRICE, LIVE, SHADOW, NodeRun, RateBlock, score_blocks
+from prefetcher.replay.ours import AT_PRICE, LIVE, SHADOW, NodeRun, RateBlock, computed_ahead, score_blocks
 from prefetcher.replay.policies import DEFAULT_POLICIES, OURS, parse_policy, standard_taus
 from prefetcher.replay.routing import RoutedNodes, needs_routing
 from prefetcher.replay.trace import Trace, read_trace
@@ -109,7 +109,8 @@ class Simulation:
     def ours(self, prices: Sequence[float] = ()) -> Ours:
         """Ours, its shadow without prefetching, and what ours does at other `prices` (seconds per GB·h) with the same experts."""
         make = partial(NodeRun, capacity_bytes=self.capacity_bytes, price_s_per_gb_h=self.price, hold_s=self.hold_s, prices=tuple(prices))
-        blocks = self._blocks if self._blocks is not None else score_blocks(self.trace, self._seed, self._progress)
+        kept = self._blocks
+        blocks = iter(kept) if kept is not None else computed_ahead(score_blocks(self.trace, self._seed, self._progress))
         if needs_routing(self.trace):
             routed = RoutedNodes(self.trace, self.parts, make)
             for block in blocks:
