@@ -76,6 +76,7 @@ class App:
 
         agent = Agent(_agent_options(settings, folder), state, self.clock, metrics)
         self._closing.append(("agent", agent.close))
+        agent.on_died = self._part_died
         agent.start()
         controller = self._start_controller(stream, state, agent, metrics)
         service = Service(
@@ -160,6 +161,12 @@ class App:
             return f"the controller has not moved for {silent_s:.0f} s"
         return ""
 
+    def _part_died(self, name: str, error: BaseException) -> None:
+        """Without this part the process must not look healthy: it ends, and whoever runs it starts it again."""
+        self.failure = f"the {name} stopped: {error!r}; its log has more; start `prefetcher up` again"
+        log().error("part_died", part=name, reason=repr(error))
+        self.ask_to_stop()
+
     def _run_thread(self, name: str, run: Callable[[threading.Event], None]) -> None:
         stop = threading.Event()
 
@@ -167,10 +174,7 @@ class App:
             try:
                 run(stop)
             except BaseException as exc:
-                # Without this part the process must not look healthy: it ends, and whoever runs it starts it again.
-                self.failure = f"the {name} stopped: {exc!r}; its log has more; start `prefetcher up` again"
-                log().error("part_died", part=name, reason=repr(exc))
-                self.ask_to_stop()
+                self._part_died(name, exc)
                 raise
 
         thread = threading.Thread(target=run_or_end, name=name)

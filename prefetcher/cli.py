@@ -32,6 +32,8 @@ app = typer.Typer(
 
 #: What the parser raises for a wrong command line; typer carries its own copy of click, or uses the installed one.
 _CommandError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+#: More is a mistake, and sums would not fit into 64 bits.
+_MOST_BYTES = 10**15
 _DEFAULT_URL = "http://127.0.0.1:8371"
 Url = Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")]
 Model = Annotated[str, typer.Argument(help="The model's name.")]
@@ -197,7 +199,7 @@ def replay(
     nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
     warmup_ratio: Annotated[float, typer.Option(help="Share of the time that is not scored.")] = 0.3,
     price: Annotated[float | None, typer.Option(help="Seconds of waiting that a GB held for an hour is worth.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.", min=0, max=2**63 - 1)] = 0,
     map_: Annotated[str | None, typer.Option("--map", help="Field map, as ts=startTime,model=request.model.")] = None,
     tz: Annotated[str | None, typer.Option(help="Time zone of times without one.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
@@ -215,6 +217,10 @@ def replay(
         }
     except ValueError as exc:
         raise UsageError(str(exc)) from exc
+    for option, size in sizes.items():
+        if size is not None and size > _MOST_BYTES:
+            raise UsageError(f"--{option.replace('_', '-')} is more than a petabyte; give less")
+    _check_folder(out)
     run = _attribute("prefetcher.replay.run", "replay_command")
     run(
         log=log,
@@ -272,6 +278,16 @@ def compile_() -> None:
     compile_command()
 
 
+def _check_folder(out: Path) -> None:
+    """Makes the folder for results and sees that it takes files, before anything long begins. Raises UsageError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise UsageError(f"{out} can't be made ({exc.strerror}); name another folder with --out") from exc
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise UsageError(f"{out} can't be written to; name another folder with --out")
+
+
 def _attribute(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
@@ -301,6 +317,9 @@ def main() -> None:
         # The reader of our output went away; Python would complain once more while it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except OSError as exc:
+        where = "" if exc.filename is None else f"{exc.filename}: "
+        _fail(f"{where}{exc.strerror or exc}; look after that file or folder, or name another one", 1)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     raise SystemExit(code if isinstance(code, int) else 0)

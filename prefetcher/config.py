@@ -7,6 +7,7 @@ Every setting can be given as an environment variable, `PREFETCHER_<GROUP>__<NAM
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -51,14 +52,17 @@ def parse_bytes(text: str | int | float) -> int:
     found = _SIZE.match(str(text))
     if found is None or found.group(2).upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size: write a number of bytes, or one with a unit, as 8GB, 8GiB or 8e9")
-    return round(float(found.group(1)) * _UNITS[found.group(2).upper()])
+    size = float(found.group(1)) * _UNITS[found.group(2).upper()]
+    if not math.isfinite(size):
+        raise ValueError(f"{text!r} is not a size: no machine has as much")
+    return round(size)
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class NodeSettings(_Group):
@@ -101,7 +105,7 @@ class DecisionSettings(_Group):
     control_ratio: float = Field(
         default=0.03, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch"
     )
-    seed: int = Field(default=0, ge=0, description="seed of the control group and of fits")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the control group and of fits")
 
 
 class ApiSettings(_Group):

@@ -48,7 +48,7 @@ class FullStream(MemoryStream):
 
 
 class Setup:
-    def __init__(self, stream: MemoryStream) -> None:
+    def __init__(self, stream: MemoryStream, body_limit_bytes: int = 1000) -> None:
         self.clock, self.stream, self.node, self.metrics = VirtualClock(T0), stream, ByHand(), Metrics()
         self.state = MemoryState(self.clock)
         self.woken: list[str] = []
@@ -56,7 +56,7 @@ class Setup:
         service = Service(
             NODE, self.stream, self.state, self.node, self.clock, self.metrics, self.woken.append, lambda: self.controller_problem
         )
-        self.http = TestClient(make_endpoint(service, 1000))
+        self.http = TestClient(make_endpoint(service, body_limit_bytes))
 
     def report(self) -> None:
         held = (HeldWeights("m0", "v", "host", "ready", 1000, cause="forecast", contributions=(("hazard", 0.8),)),)
@@ -83,6 +83,14 @@ def test_rows_are_taken_in_whole_or_not_at_all(setup: Setup) -> None:
     assert refused.headers["content-type"] == "application/problem+json"
     assert [error["field"] for error in refused.json()["errors"]] == ["[1].ts", "[2].count"]
     assert setup.stream.end() == 2
+
+
+def test_a_body_that_is_nested_deeply() -> None:
+    setup = Setup(MemoryStream(), 100_000)
+    answer = setup.http.post("/v1/requests", content=b"[" * 50_000)
+    assert (answer.status_code, answer.headers["content-type"]) == (400, "application/problem+json")
+    assert "nested" in answer.json()["detail"]
+    assert setup.stream.end() == 0
 
 
 @pytest.mark.parametrize("ahead_s", [61.0, 1e9])

@@ -26,7 +26,7 @@ def test_sizes(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "8 XB", "nan", "inf", "8GBB", "1 000"])
+@pytest.mark.parametrize("text", ["", "GB", "-1", "8 XB", "nan", "inf", "8GBB", "1 000", "1e400", "1e308P"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
@@ -54,6 +54,10 @@ def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         ("PREFETCHER_NODE__HOST_BYTE", "1", "PREFETCHER_NODE__HOST_BYTES"),
         ("PREFETCHER_API__PORT", "70000", "port"),
         ("PREFETCHER_DECISION__TICK_S", "0", "tick_s"),
+        ("PREFETCHER_DECISION__PRICE", "inf", "price"),
+        ("PREFETCHER_DECISION__SEED", str(2**63), "seed"),
+        ("PREFETCHER_CLOCK__ORIGIN_S", "nan", "origin_s"),
+        ("PREFETCHER_CLOCK__SPEED", "inf", "speed"),
         ("PREFETCHER_NODE__LOCK", "maybe", "lock"),
         ("PREFETCHER_NODE__NAME", "a/b", "name"),
     ],

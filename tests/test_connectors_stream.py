@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen
-from prefetcher.errors import UnavailableError
+from prefetcher.errors import UnavailableError, UsageError
 from prefetcher.ports import RequestStream
 from prefetcher_connectors.files import FileStream, decode_record, encode_record
 from prefetcher_connectors.memory import MemoryStream
@@ -137,3 +137,9 @@ def test_one_process_owns_the_folder(reopen: Callable[[], FileStream]) -> None:
         reopen()
     stream.close()
     reopen().close()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--state-dir"):
+        FileStream(tmp_path / "file" / "log")

@@ -11,6 +11,7 @@ from prefetcher.clock import VirtualClock
 from prefetcher.controller.follow import Follower
 from prefetcher.errors import SettingsError
 from prefetcher.telemetry.metrics import Metrics
+from prefetcher_connectors.files import FileStream
 from prefetcher_connectors.memory import MemoryStream
 
 T0 = 1_767_225_600
@@ -98,6 +99,45 @@ def test_bad_lines_are_counted_and_never_in_the_way(tmp_path: Path) -> None:
     assert setup.read() == [(T0 + 5.0, "good")]
     assert sorted(setup.bad()) == ["model is no name", "not a record", "ts is no time", "ts lies in the future"]
     setup.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "bad", "good"),
+    [
+        ("log.jsonl", "", "[" * 50_000, line(5, "good")),
+        ("log.jsonl", "", f'{{"ts": {"9" * 400}, "model": "a"}}', line(5, "good")),
+        ("log.csv", "ts,model\n", "1," + "x" * 200_000, f"{T0 + 5},good\n"),
+    ],
+)
+def test_no_line_ends_following(tmp_path: Path, name: str, header: str, bad: str, good: str) -> None:
+    path = tmp_path / name
+    path.write_text(f"{header}{bad}\n{good}")
+    setup = Setup(path, MemoryStream())
+    assert setup.read() == [(T0 + 5.0, "good")]
+    assert len(setup.bad()) == 1
+    setup.close()
+
+
+def test_a_header_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("x" * 200_000 + f"\n{T0 + 5},good\n")
+    setup = Setup(path, MemoryStream())
+    assert setup.read() == []
+    assert sorted(setup.bad()) == ["not a header", "not a record"]
+    setup.close()
+
+
+def test_nanoseconds_and_counts_beyond_all_measure(tmp_path: Path) -> None:
+    path, stream = tmp_path / "log.jsonl", FileStream(tmp_path / "log")
+    path.write_text(f'{{"ts": {T0 + 5}123456789, "model": "a", "count": {"9" * 30}}}\n')
+    follower = Follower(path, stream, VirtualClock(T0 + 1000.0), Metrics(), lambda reason: None)
+    assert follower.step()
+    (row,) = stream.read(0, 9).requests
+    assert (row.ts, row.count) == (pytest.approx(T0 + 5.123456789, abs=1e-3), 1_000_000_000)
+    stop = threading.Event()
+    stop.set()
+    follower.run(stop)
+    stream.close()
 
 
 def test_csv_and_times_and_maps(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -307,3 +308,22 @@ def test_many_at_once_stay_within_the_budget(node: Node) -> None:
     assert errors == []
     report = eventually(node.report)
     assert report.memory.taken_bytes <= report.memory.budget_bytes
+
+
+def test_an_open_of_a_file_that_was_cut_says_so(node: Node) -> None:
+    path = node.models_dir / "m1" / "model.safetensors"
+    os.truncate(path, 1000)
+    assert not opens(node, "m1")
+    eventually(lambda: any(problem.startswith("m1: ") for problem in eventually(node.report).problems))
+    with pytest.raises(IntegrityError, match="fetch it again"):
+        prefetcher.open("m1", socket_path=node.socket)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_loop_that_fails_is_told(node: Node) -> None:
+    died: list[str] = []
+    node.agent.on_died = lambda part, error: died.append(f"{part}: {error}")
+    node.state.write({records.node_key(NODE, "plan"): b"nonsense"})
+    node.agent.plan_written()
+    eventually(lambda: died)
+    assert died[0].startswith("agent: ")

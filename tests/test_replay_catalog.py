@@ -36,6 +36,7 @@ def test_catalogs_of_every_shape(tmp_path: Path, text: str) -> None:
         ("[3]", 'entry 1 has no "model"'),
         ('[{"model": "a"}]', "model 'a' has bytes None"),
         ('[{"model": "a", "bytes": 0}]', "positive whole number"),
+        ('[{"model": "a", "bytes": 1e300}]', "at most a petabyte"),
         ('[{"model": "a", "bytes": 1.5}]', "positive whole number"),
         ('[{"model": "a", "bytes": true}]', "positive whole number"),
         ('[{"model": "a", "bytes": 1}, {"model": "a", "bytes": 2}]', "two sizes, 1 and 2"),

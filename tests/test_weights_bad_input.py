@@ -22,7 +22,7 @@ from weights_kit import MAY_BE_ANYBODY
 
 import prefetcher
 from prefetcher.agent.headers import parse_header
-from prefetcher.agent.manifest import MANIFEST_NAME, write_manifests
+from prefetcher.agent.manifest import MANIFEST_NAME, scan_models_folder, write_manifests
 from prefetcher.api.client import get
 from prefetcher.bench.load import _cached_pages, _make_cold
 from prefetcher.errors import IntegrityError, ManifestError, ModelNotFoundError, PrefetcherError, UnsafeFormatError
@@ -139,6 +139,23 @@ def test_what_may_not_be_read_or_written_is_said_and_keeps_its_old_manifest(tmp_
         assert advice in done.stdout, done.stderr
     assert json.loads((tmp_path / "models" / "m" / MANIFEST_NAME).read_text())["version"] == old.version
     assert sorted(p.name for p in (tmp_path / "models" / "m").iterdir()) == [MANIFEST_NAME, "w.safetensors"]
+
+
+def test_a_folder_that_may_not_be_read_does_not_keep_others_from_being_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path / "models" / "closed")
+    make(tmp_path / "models" / "open")
+    write_manifests(tmp_path / "models")
+    exists = Path.exists
+
+    def may_not(path: Path) -> bool:
+        if path.parent.name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", may_not)
+    catalog = scan_models_folder(tmp_path / "models")
+    assert list(catalog.models) == ["open"]
+    assert "make it readable" in str(catalog.refused["closed"])
 
 
 # --- `prefetcher up` beside bad models ---

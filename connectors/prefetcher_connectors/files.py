@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen
-from prefetcher.errors import NoRoomError, UnavailableError
+from prefetcher.errors import NoRoomError, UnavailableError, UsageError
 from prefetcher.ports import BadRecord, RequestBatch
 
 __all__ = ["FileStream", "decode_record", "encode_record"]
@@ -81,14 +81,20 @@ class FileStream:
 
     Raises:
         UnavailableError: another process owns the folder.
+        UsageError: the folder can't be made or written to.
     """
 
     def __init__(self, folder: Path, segment_bytes: int = 64_000_000, keep_segments: int = 16) -> None:
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._keep = keep_segments
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            raise UsageError(
+                f"{folder} cannot hold the request log ({exc.strerror}); name another folder with --state-dir"
+            ) from exc
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:

@@ -100,7 +100,8 @@ class Agent:
 
     Who builds it may set, before rows come: `on_order_ended(decision_id, outcome)`, told of every change once an order was used or is
     over; `on_unannounced(row)`, told of every open that no request row came before, as a row (it comes back by `requested`, if it does,
-    without counting twice); `arm_of(now_s)`, the node's side of the experiment. All three are called in the agent's loop and must be quick.
+    without counting twice); `arm_of(now_s)`, the node's side of the experiment; `on_died(part, error)`, told when the loop fails and the
+    agent is of no use any more. All are called in the agent's loop and must be quick.
     """
 
     def __init__(self, options: AgentOptions, state: StateStore, clock: Clock, metrics: Metrics) -> None:
@@ -129,6 +130,7 @@ class Agent:
         self.on_order_ended: Callable[[str, str], None] = lambda decision_id, outcome: None
         self.on_unannounced: Callable[[RequestSeen], None] = lambda row: None
         self.arm_of: Callable[[float], Arm] = lambda now_s: Arm.TREATED
+        self.on_died: Callable[[str, BaseException], None] = lambda part, error: None
         self._arena: HostArena | None = None
         self._machine = ResidencyMachine(
             options.node,
@@ -171,7 +173,7 @@ class Agent:
         self._server = LeaseServer(path, self)
         self._server.start()
         self.socket_path = path
-        self._loop = threading.Thread(target=self._run, name="agent")
+        self._loop = threading.Thread(target=self._run_or_end, name="agent")
         self._loop.start()
         self._scanner = threading.Thread(target=self._scan, name="catalog")
         self._scanner.start()
@@ -216,6 +218,13 @@ class Agent:
 
     def _post(self, event: ev.Event | Callable[[], None]) -> None:
         self._inbox.put(event)
+
+    def _run_or_end(self) -> None:
+        try:
+            self._run()
+        except BaseException as exc:
+            self.on_died("agent", exc)
+            raise
 
     def _run(self) -> None:
         due_s = self._clock_real()
@@ -552,6 +561,8 @@ class Agent:
         if refusal.reason == "unknown_model":
             self._catalog.source(model)
             return ModelNotFoundError(f"no version {version!r} of {model}; check the version", model=model)
+        if model in self._catalog.refused:
+            return self._catalog.refused[model]
         source = self._catalog.models.get(ModelName(model))
         reason = self._disk.quarantined(source) if source is not None else None
         if reason:

@@ -129,7 +129,7 @@ class LeaseServer:
             listener.listen(128)
         except OSError as exc:
             listener.close()
-            raise UsageError(f"the socket {self.path} cannot be made ({exc.strerror}); name another one with --socket") from exc
+            raise UsageError(f"the socket {self.path} cannot be made ({exc.strerror or exc}); name another one with --socket") from exc
         except UsageError:
             listener.close()
             raise

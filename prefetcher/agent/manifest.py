@@ -156,9 +156,9 @@ def _write(folder: Path, manifest: Manifest) -> None:
 
 def _model_folders(folder: Path) -> list[Path]:
     """`folder` itself when it holds weights or a manifest, else its subfolders that are not hidden."""
-    if not folder.is_dir():
-        raise ModelNotFoundError(f"{folder} is not a folder; name the folder that holds the models")
     try:
+        if not folder.is_dir():
+            raise ModelNotFoundError(f"{folder} is not a folder; name the folder that holds the models")
         if any(folder.glob("*.safetensors")) or (folder / MANIFEST_NAME).exists():
             return [folder]
         return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
@@ -290,6 +290,9 @@ def scan_models_folder(folder: Path) -> Catalog:
             manifest = read_manifest(model)
         except PrefetcherError as exc:
             catalog.refused[model.name] = exc
+            continue
+        except OSError as exc:
+            catalog.refused[model.name] = ManifestError(f"{model} cannot be read ({exc.strerror}); make it readable", model=model.name)
             continue
         if manifest.model in catalog.models:
             catalog.refused[model.name] = ManifestError(f"{model}: the name {manifest.model!r} is taken by another folder")

@@ -113,6 +113,8 @@ def _read_records(raw: bytes, now_s: float) -> list[RequestRecord] | Response:
         found = msgspec.json.decode(raw)
     except msgspec.DecodeError as exc:
         return _problem(400, f"the body is not JSON: {exc}")
+    except RecursionError:
+        return _problem(400, "the body is nested too deeply; a record has no inner records")
     single = isinstance(found, dict)
     items = [found] if single else found
     if not isinstance(items, list):

@@ -8,6 +8,7 @@ stream's own marks, so each line is taken once, also across a crash. Bad lines a
 from __future__ import annotations
 
 import csv
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -34,6 +35,8 @@ _IDLE_S = 0.2
 _AHEAD_S = 60.0
 #: Bad lines that are named each minute of reading; the others are counted.
 _NAMED = 20
+#: What the HTTP endpoint takes at most, too.
+_MOST_COUNT = 1_000_000_000
 
 
 class Follower:
@@ -117,7 +120,11 @@ class Follower:
         self._file, self._inode, self._offset, self._line = file, found.st_ino, offset, 0
         if self._csv:
             header = file.readline()
-            self._header = next(csv.reader([header.decode("utf-8", "replace")]), [])
+            try:
+                self._header = next(csv.reader([header.decode("utf-8", "replace")]), [])
+            except csv.Error as exc:
+                self._header = []
+                self._bad(f"not a header: {exc}")
             self._offset = max(self._offset, len(header)) if header.endswith(b"\n") else 0
         file.seek(0)
         left = self._offset
@@ -160,7 +167,7 @@ class Follower:
                 continue
             try:
                 record = self._record(line)
-            except ValueError as exc:
+            except (ValueError, csv.Error, RecursionError) as exc:
                 self._bad(f"not a record: {exc}")
                 continue
             found.append((self._line, {column: _first(record, paths) for column, paths in self._fields.items()}))
@@ -196,7 +203,7 @@ class Follower:
         for kind, arrow in (((int, float), pa.float64()), (str, pa.string())):
             where = [i for i, v in enumerate(values) if isinstance(v, kind) and not isinstance(v, bool)]
             if where:
-                parsed = self._times.parse(pa.array([values[i] for i in where], arrow)).ts
+                parsed = self._times.parse(pa.array([_plain(values[i]) for i in where], arrow)).ts
                 for i, ts in zip(where, parsed.tolist(), strict=True):
                     out[i] = ts if ts == ts else None
         return out
@@ -221,14 +228,24 @@ def _first(record: dict[str, Any], paths: tuple[str, ...]) -> Any:
     return None
 
 
+def _plain(value: float | str) -> float | str:
+    """Whole numbers as floats, which is close enough for nanoseconds; one that is too large for any is no time."""
+    if isinstance(value, str):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
 def _request(ts: float, model: str, values: dict[str, Any]) -> RequestSeen:
     def text(column: str) -> str | None:
         return None if values[column] is None else str(values[column])
 
     node, version = text("node"), text("version")
     try:
-        count = max(1, int(values["count"] or 1))
-    except (TypeError, ValueError):
+        count = min(max(1, int(values["count"] or 1)), _MOST_COUNT)
+    except (TypeError, ValueError, OverflowError):
         count = 1
     return RequestSeen(
         ts=ts,

@@ -22,6 +22,8 @@ __all__ = ["first_few", "read_catalog", "read_load_times", "sizes_of_folder"]
 
 #: A catalog larger than this is some other file: 64 MiB hold half a million models.
 _CATALOG_LIMIT_BYTES = 64 << 20
+#: No model is larger, and sums of such sizes fit into 64 bits.
+_MOST_BYTES = 10**15
 
 
 def first_few(names: Sequence[str], limit: int = 5) -> str:
@@ -41,9 +43,9 @@ def read_catalog(path: str | Path) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for line, model, value in _pairs(where, "bytes"):
         size = _number(value)
-        if size is None or size < 1 or size != int(size):
+        if size is None or not 1 <= size <= _MOST_BYTES or size != int(size):
             raise InputError(
-                f"model {model!r} has bytes {value!r}; a positive whole number is needed", path=where, line=line
+                f"model {model!r} has bytes {value!r}; a positive whole number is needed, of at most a petabyte", path=where, line=line
             )
         if sizes.setdefault(model, int(size)) != int(size):
             raise InputError(
