@@ -47,7 +47,7 @@ def render(status: dict[str, Any]) -> Group:
     mode = "observing" if status["observe"] else "prefetching" if status["prefetching"] else "off: demand loading only"
     head = Text(f"{node['node']}  {mode}  {_bytes(memory['taken_bytes'])} of {_bytes(memory['budget_bytes'])} taken")
     head.append(f"  link {_bytes(node['link_bytes_per_s'])}/s, {node['busy_ratio']:.0%} busy")
-    if status["decides"]:
+    if status.get("decides"):
         head.append(f"  decided by {status['decides']['expert']}")
     notes = [*status["problems"], *node["problems"], *([memory["warning"]] if memory["warning"] else [])]
     return Group(head, *(Text(note, style="yellow") for note in notes), _held(status), _orders(status), _earned(totals))
