@@ -144,7 +144,7 @@ class App:
 
         if not compiled():
             log().info("compiling", then="plans come when it is done; requests and opens are served meanwhile")
-            self._compiling = threading.Thread(target=compile_kernels, name="compile", daemon=True)
+            self._compiling = threading.Thread(target=compile_kernels, kwargs={"stop": stop}, name="compile", daemon=True)
             self._compiling.start()
             while self._compiling.is_alive() and not stop.is_set():
                 self._compiling.join(0.1)
