@@ -278,16 +278,6 @@ def test_the_control_arm_loads_nothing_ahead() -> None:
     assert [r.reason for r in bench.of(ev.RefuseOrder)] == ["control_group"]
 
 
-def test_what_was_put_out_by_hand_is_not_fetched_again_until_it_is_asked_for() -> None:
-    bench = Bench({"a": 50})
-    bench.plan(bench.wants("a", 1.0, "o1")).tell(ev.WeightsLoaded(key("a"), Tier.HOST))
-    bench.tell(ev.EvictAsked(ModelName("a"), "x")).tell(ev.WeightsEvicted(key("a"), Tier.HOST))
-    bench.plan(bench.wants("a", 1.0, "o2"))
-    assert [r.reason for r in bench.of(ev.RefuseOrder)] == ["evicted_by_hand"]
-    bench.tell(ev.Requested(ModelName("a"), bench.now_s))
-    assert [load.cause for load in bench.of(ev.LoadWeights)][-1] is Cause.DEMAND
-
-
 def test_an_old_version_serves_until_the_new_one_is_complete_and_leaves_when_its_leases_end() -> None:
     bench = Bench({"m": 30}).load("m", "h1")
     bench.see(key("m", "2"), 40)

@@ -180,7 +180,8 @@ def test_a_lease_is_the_file_bit_for_bit_and_keeps_it(make: Callable[..., Runnin
         assert refused.stderr.startswith("error: evict m1: ")
         assert up.held("m1") is not None
     eventually(lambda: cli("evict", "m1", "--url", up.url).returncode == 0)
-    eventually(lambda: up.held("m1") is None)
+    # The copy that was loaded on demand is gone; the open is learned from, so a prefetch may bring another.
+    eventually(lambda: (up.held("m1") or {"cause": "forecast"})["cause"] == "forecast")
 
 
 def test_a_model_larger_than_the_budget_is_served_from_disk_and_says_so(make: Callable[..., Running]) -> None:

@@ -160,8 +160,6 @@ class Weights:
     predecessor: WeightsKey | None = None
     #: A newer version serves: these leave when their leases end.
     retired: bool = False
-    #: Evicted by hand, and not asked for since: no prefetch brings them back.
-    put_out: bool = False
     failures: int = 0
     retry_at_s: float = 0.0
 

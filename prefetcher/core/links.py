@@ -44,7 +44,6 @@ class Links:
     def demand(self, weights: Weights, found: Found) -> None:
         """Rows or waiters were added to `weights`, which they found as `found`: serve them, or have them wait for a load."""
         weights.last_use_s = max(weights.last_use_s, self.now_s)
-        weights.put_out = False
         if found is Found.READY:
             self.serve(weights)
             return

@@ -115,7 +115,6 @@ class Plans:
             (not self.allows_prefetch and not by_hand, "plan"),
             (order.deadline_s <= self.links.now_s, "deadline"),
             (weights.retired, "old_version"),
-            (weights.put_out and not by_hand, "evicted_by_hand"),
             (order.tier < Tier.DISK or not self._has_tier(order.tier), "no_such_tier"),
             (weights.highest_ready() is None, "no_copy"),
         )

@@ -376,11 +376,9 @@ class ResidencyMachine:
         if copy is None or why:
             self._answer(event.ask_id, False, why or "not_resident")
         elif copy.stage in IN_FLIGHT:
-            weights.put_out = True
             self.transfers.cancel(weights, tier, Ending.CANCELLED, "asked", self._now_s)
             self._answer(event.ask_id, True, "cancelling")
         else:
-            weights.put_out = True
             if copy.stage is Stage.READY:
                 self.transfers.evict(weights, tier, Evicted.ASKED, self._now_s)
             self._answer(event.ask_id, True, "evicting")
