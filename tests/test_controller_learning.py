@@ -13,6 +13,7 @@ from prefetcher.controller import records
 from prefetcher.controller.controller import Controller, ControllerOptions
 from prefetcher.controller.learner import Learner
 from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport
+from prefetcher.core.shadow_caches import ShadowCaches
 from prefetcher.core.types import Arm, ModelName, NodeName, Plan, RequestSeen
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher_connectors.memory import MemoryState, MemoryStream
@@ -237,6 +238,27 @@ def test_state_and_position_are_one(tmp_path: Any) -> None:
     again = world.make()
     again.step()
     assert again._learner.traffic.rows == 15
+
+
+def test_an_old_first_row_does_not_keep_newer_ones_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    periods: list[None] = []
+    end_period = ShadowCaches._end_period
+
+    def counted(caches: ShadowCaches) -> None:
+        periods.append(None)
+        end_period(caches)
+
+    monkeypatch.setattr(ShadowCaches, "_end_period", counted)
+    world = World()
+    world.report()
+    world.stream.append([RequestSeen(T0 - 400 * 86_400.0, ModelName("m1"))])
+    world.controller.step()
+    # The hours of the last day alone; those of four hundred days would hold everything up.
+    assert len(periods) <= 26
+    world.ask(3)
+    world.controller.step()
+    assert world.controller._learner.traffic.rows == 4
+    assert world.controller._learner.position == world.stream.end()
 
 
 def test_a_silent_node_is_not_planned_for() -> None:

@@ -33,6 +33,8 @@ __all__ = ["Controller", "ControllerOptions"]
 _ROWS_A_STEP = 2_000
 #: A row older than this is history: learned from, but nobody waits for it.
 _FRESH_S = 30.0
+#: Longer than this after the last row, time passes on its own.
+_SILENCE_S = 86_400.0
 #: Longest wait between looks at the stream, for rows that came without a wake.
 _IDLE_S = 0.5
 #: Back-off while the state store is away.
@@ -180,6 +182,9 @@ class Controller:
         tick = "tick" in wanted and not more
         if batch.next_position != self._learner.position or tick:
             pieces = _by_hour(batch.requests)
+            if not more and batch.requests and now_s - max(row.ts for row in batch.requests) > _SILENCE_S:
+                # The silence after old rows is a piece of its own: shadow caches leave out most of a silence that rows don't come before.
+                pieces.append(())
             for number, piece in enumerate(pieces, start=1):
                 last = number == len(pieces)
                 caught_up = last and not more
