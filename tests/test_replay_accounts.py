@@ -276,9 +276,7 @@ def test_logs_come_back_as_written_and_the_same_tables_give_the_same_bytes(coher
 
 def test_plain_strings_account_like_encoded_ones(coherent: PolicyLogs) -> None:
     def plain(t: pa.Table) -> pa.Table:
-        return t.cast(
-            pa.schema([(f.name, pa.string() if pa.types.is_dictionary(f.type) else f.type) for f in t.schema])
-        )
+        return t.cast(pa.schema([(f.name, pa.string() if pa.types.is_dictionary(f.type) else f.type) for f in t.schema]))
 
     scored = {"scored_from_s": 1704067200.0 + 2 * 86400, "end_s": 1704067200.0 + 7 * 86400}
     encoded = totals("x", coherent.residency, coherent.transfers, coherent.waits, coherent.orders, **scored)

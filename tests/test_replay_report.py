@@ -33,9 +33,7 @@ coordinates = st.integers(0, 50).map(float)
 
 @settings(deadline=None)
 @given(points=st.lists(st.tuples(coordinates, coordinates), min_size=1, max_size=12), at=st.floats(0, 50))
-def test_the_hull_lies_below_every_mix_of_points_and_is_made_of_them(
-    points: list[tuple[float, float]], at: float
-) -> None:
+def test_the_hull_lies_below_every_mix_of_points_and_is_made_of_them(points: list[tuple[float, float]], at: float) -> None:
     made = [point(*p) for p in points]
     hull = lower_hull(made)
     assert set(hull) <= set(made)
@@ -107,8 +105,7 @@ def test_a_saving_is_said_with_its_memory_and_its_floor() -> None:
         (
             entry("ours", 100.0, 2000.0),
             0.5,
-            "not worth it at this price: saves 40 s of waiting an hour over gdsf, "
-            "but the 100 GB more that it holds are priced at 50 s",
+            "not worth it at this price: saves 40 s of waiting an hour over gdsf, but the 100 GB more that it holds are priced at 50 s",
         ),
     ],
 )
@@ -171,9 +168,7 @@ def test_numbers_are_written_for_people(value: float, text: str) -> None:
 
 
 def test_waits_figure_gives_shares_and_percentiles() -> None:
-    figure = waits_figure(
-        {"ours": np.array([0.0, 0.0, 0.0, 10.0]), "lru": np.array([0.0, 1.0, 5.0, 50.0])}, ["ours", "lru"]
-    )
+    figure = waits_figure({"ours": np.array([0.0, 0.0, 0.0, 10.0]), "lru": np.array([0.0, 1.0, 5.0, 50.0])}, ["ours", "lru"])
     ours, lru = figure.data
     assert (ours["y"][0], lru["y"][0]) == (25.0, 75.0)
     assert lru["y"] == sorted(lru["y"], reverse=True)

@@ -61,9 +61,7 @@ def as_jsonl(rows: list[dict[str, object]]) -> str:
 def same(one: Trace, two: Trace) -> bool:
     columns = ("ts", "model", "bytes_", "user", "node", "version", "count")
     names = ("models", "users", "node_names", "version_names", "problems", "rows_read")
-    return all(np.array_equal(getattr(one, c), getattr(two, c)) for c in columns) and all(
-        getattr(one, n) == getattr(two, n) for n in names
-    )
+    return all(np.array_equal(getattr(one, c), getattr(two, c)) for c in columns) and all(getattr(one, n) == getattr(two, n) for n in names)
 
 
 def zstd(content: bytes) -> bytes:
@@ -95,9 +93,7 @@ def test_every_format_and_compression_gives_the_same_trace(tmp_path: Path) -> No
         "no-end.jsonl": as_jsonl(rows).rstrip("\n").encode(),
         "list.json": json.dumps(rows, indent=1).encode(),
         # A type that changes within the file takes the slow path.
-        "mixed.jsonl": as_jsonl(
-            [row | {"ts": str(row["ts"])} if i % 2 else row for i, row in enumerate(rows)]
-        ).encode(),
+        "mixed.jsonl": as_jsonl([row | {"ts": str(row["ts"])} if i % 2 else row for i, row in enumerate(rows)]).encode(),
     }
     written |= {"a.gz": gzip.compress(written["log.csv"]), "b.bz2": bz2.compress(written["log.jsonl"])}
     written |= {"c.xz": lzma.compress(written["log.csv"]), "d.zst": zstd(written["log.jsonl"])}
@@ -235,10 +231,7 @@ def test_blocks_give_the_same_rows_and_lines_as_one_read(tmp_path: Path, monkeyp
 
 
 def test_nested_records_by_dotted_paths(tmp_path: Path) -> None:
-    rows = [
-        {"startTime": 100 + i, "request": {"model": "abc"[i % 3], "x": [1]}, "meta": {"who": {"id": f"u{i}"}}}
-        for i in range(9)
-    ]
+    rows = [{"startTime": 100 + i, "request": {"model": "abc"[i % 3], "x": [1]}, "meta": {"who": {"id": f"u{i}"}}} for i in range(9)]
     log = write(tmp_path / "log.jsonl", as_jsonl(rows))
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "log.parquet")
@@ -307,9 +300,7 @@ def test_progress_ends_at_the_whole_file(tmp_path: Path) -> None:
     content=st.binary(max_size=300) | st.text(max_size=200).map(str.encode),
     prefix=st.sampled_from([b"", b"ts,model\n", b'{"ts":1,"model":"a"}\n']),
 )
-def test_any_bytes_end_in_a_trace_or_a_typed_error(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes, prefix: bytes
-) -> None:
+def test_any_bytes_end_in_a_trace_or_a_typed_error(tmp_path_factory: pytest.TempPathFactory, content: bytes, prefix: bytes) -> None:
     log = tmp_path_factory.getbasetemp() / "any"
     log.write_bytes(prefix + content)
     try:
@@ -336,17 +327,13 @@ def test_any_bytes_end_in_a_trace_or_a_typed_error(
         max_size=30,
     )
 )
-def test_csv_and_json_agree_on_any_rows(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[object, str, str | None]]
-) -> None:
+def test_csv_and_json_agree_on_any_rows(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[object, str, str | None]]) -> None:
     base = tmp_path_factory.getbasetemp()
     with open(base / "any.csv", "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["ts", "model", "request_id"])
         writer.writerows([["" if v is None else repr(v) if isinstance(v, float) else v for v in row] for row in rows])
-    (base / "any.jsonl").write_text(
-        as_jsonl([dict(zip(("ts", "model", "request_id"), row, strict=True)) for row in rows])
-    )
+    (base / "any.jsonl").write_text(as_jsonl([dict(zip(("ts", "model", "request_id"), row, strict=True)) for row in rows]))
     traces = []
     for name in ("any.csv", "any.jsonl"):
         try:

@@ -253,9 +253,7 @@ def _bytes_of(residency: Any, orders: Any) -> Floats:
     (model_r, model_o), (version_r, version_o) = both
     for i in np.unique(model_r.index * (len(version_r.names) + 1) + version_r.index, return_index=True)[1].tolist():
         size_of[model_r.name(i), version_r.name(i)] = int(sizes[i])
-    return np.array(
-        [size_of.get((model_o.name(i), version_o.name(i)), 0) for i in range(orders.num_rows)], dtype=np.float64
-    )
+    return np.array([size_of.get((model_o.name(i), version_o.name(i)), 0) for i in range(orders.num_rows)], dtype=np.float64)
 
 
 def _overlap(start: Floats, end: Floats, from_s: float, to_s: float) -> Floats:
@@ -288,9 +286,7 @@ def _polluted(residency: Any, waits: Any, shadow_residency: Any, shadow_waits: A
     given_up = _latest_before(residency, "end_s", _keys(waits, missed, names), ts, names)
     shadow_key = _keys(shadow_waits, missed, names)
     begun = _latest_before(shadow_residency, "start_s", shadow_key, ts, names)
-    gave_up_s = (
-        np.where(given_up >= 0, _floats(residency, "end_s")[given_up], np.nan) if residency.num_rows else ts * np.nan
-    )
+    gave_up_s = np.where(given_up >= 0, _floats(residency, "end_s")[given_up], np.nan) if residency.num_rows else ts * np.nan
     if shadow_residency.num_rows:
         start, ready, end = (_floats(shadow_residency, name)[begun] for name in ("start_s", "ready_s", "end_s"))
         with np.errstate(invalid="ignore"):
@@ -380,18 +376,14 @@ def _link_breaches(
             f" {start[second]:.6f} s ({len(overlap)} overlaps)"
         )
     rates = np.array(
-        [
-            link_bytes_per_s if isinstance(link_bytes_per_s, int | float) else link_bytes_per_s.get(e, np.inf)
-            for e in sorted(edge_index)
-        ]
+        [link_bytes_per_s if isinstance(link_bytes_per_s, int | float) else link_bytes_per_s.get(e, np.inf) for e in sorted(edge_index)]
     )
     least_s = sizes / rates[edge]
     if load_seconds:
         whole = {name: float(size) for name, size in zip(*_model_sizes(residency), strict=True)}
-        measured = np.array(
-            [load_seconds[m] / whole[m] if m in load_seconds and whole.get(m) else np.nan for m in model.names]
-            + [np.nan]
-        )[model.index]
+        measured = np.array([load_seconds[m] / whole[m] if m in load_seconds and whole.get(m) else np.nan for m in model.names] + [np.nan])[
+            model.index
+        ]
         least_s = np.where(np.isnan(measured), least_s, sizes * measured)
     fast = np.flatnonzero(~(end - start >= least_s - _TOLERANCE_S))
     if len(fast):

@@ -48,9 +48,7 @@ def read_catalog(path: str | Path) -> dict[str, int]:
                 f"model {model!r} has bytes {value!r}; a positive whole number is needed, of at most a petabyte", path=where, line=line
             )
         if sizes.setdefault(model, int(size)) != int(size):
-            raise InputError(
-                f"model {model!r} has two sizes, {sizes[model]} and {int(size)}; keep one", path=where, line=line
-            )
+            raise InputError(f"model {model!r} has two sizes, {sizes[model]} and {int(size)}; keep one", path=where, line=line)
     if not sizes:
         raise InputError('the catalog names no model; write a list of {"model": NAME, "bytes": SIZE}', path=where)
     return sizes
@@ -70,9 +68,7 @@ def read_load_times(path: str | Path, models: Sequence[str]) -> npt.NDArray[np.f
     for line, model, value in _pairs(where, "seconds"):
         time_s = _number(value)
         if time_s is None or time_s <= 0:
-            raise InputError(
-                f"model {model!r} has seconds {value!r}; a positive number is needed", path=where, line=line
-            )
+            raise InputError(f"model {model!r} has seconds {value!r}; a positive number is needed", path=where, line=line)
         if model in row_of:
             seconds[row_of[model]] = time_s
             found += 1
@@ -108,9 +104,7 @@ def sizes_of_folder(folder: str | Path) -> dict[str, int]:
                 raise InputError(f"the file cannot be read: {error.strerror}", path=os.path.join(at, name)) from error
     sizes = {model: size for model, size in sizes.items() if size > 0}
     if not sizes:
-        raise InputError(
-            "the folder holds no safetensors file; each model is a folder with its *.safetensors", path=str(folder)
-        )
+        raise InputError("the folder holds no safetensors file; each model is a folder with its *.safetensors", path=str(folder))
     return sizes
 
 
@@ -122,9 +116,7 @@ def _pairs(where: str, value_name: str) -> Iterator[tuple[int | None, str, Any]]
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
             line = getattr(error, "lineno", None)
-            raise InputError(
-                f"not valid JSON: {getattr(error, 'msg', 'nested too deeply')}", path=where, line=line
-            ) from error
+            raise InputError(f"not valid JSON: {getattr(error, 'msg', 'nested too deeply')}", path=where, line=line) from error
         yield from _json_pairs(where, content, value_name)
     else:
         yield from _csv_pairs(where, text, value_name)
@@ -141,9 +133,7 @@ def _json_pairs(where: str, content: Any, value_name: str) -> Iterator[tuple[int
     for number, entry in enumerate(entries, 1):
         model = entry.get("model") if isinstance(entry, Mapping) else None
         if not isinstance(model, str) or not model:
-            raise InputError(
-                f'entry {number} has no "model"; each is {{"model": NAME, "{value_name}": NUMBER}}', path=where
-            )
+            raise InputError(f'entry {number} has no "model"; each is {{"model": NAME, "{value_name}": NUMBER}}', path=where)
         yield None, model, entry.get(value_name)
 
 
@@ -162,9 +152,7 @@ def _csv_pairs(where: str, text: str, value_name: str) -> Iterator[tuple[int | N
             if not row:
                 continue
             if len(row) != len(header) or not row[at].strip():
-                raise InputError(
-                    f"expected {len(header)} columns with a model, found {row!r:.80}", path=where, line=reader.line_num
-                )
+                raise InputError(f"expected {len(header)} columns with a model, found {row!r:.80}", path=where, line=reader.line_num)
             yield reader.line_num, row[at].strip(), row[value_at]
     except csv.Error as error:
         raise InputError(f"not valid CSV: {error}", path=where, line=reader.line_num) from error
@@ -173,9 +161,7 @@ def _csv_pairs(where: str, text: str, value_name: str) -> Iterator[tuple[int | N
 def _read_text(where: str) -> str:
     try:
         if os.path.isdir(where):
-            raise InputError(
-                "is a folder; a catalog is a JSON or CSV file (for a folder of models, use --models)", path=where
-            )
+            raise InputError("is a folder; a catalog is a JSON or CSV file (for a folder of models, use --models)", path=where)
         if os.path.getsize(where) > _CATALOG_LIMIT_BYTES:
             raise InputError("is larger than 64 MiB, which no list of models is; name the right file", path=where)
         with open(where, encoding="utf-8-sig") as file:

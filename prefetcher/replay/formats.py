@@ -72,16 +72,12 @@ def read_rows(path: str | Path, field_map: FieldMap, progress: Progress | None =
         with open(file, "rb") as raw:
             yield from _read_open(where, raw, total, field_map, progress)
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise InputError(
-            f"the compressed file is damaged or ends early ({error}); fetch it again", path=where
-        ) from error
+        raise InputError(f"the compressed file is damaged or ends early ({error}); fetch it again", path=where) from error
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror or error}", path=where) from error
 
 
-def _read_open(
-    where: str, raw: IO[bytes], total: int, field_map: FieldMap, progress: Progress | None
-) -> Iterator[RawRows]:
+def _read_open(where: str, raw: IO[bytes], total: int, field_map: FieldMap, progress: Progress | None) -> Iterator[RawRows]:
     if total == 0:
         raise InputError("is empty; a log needs at least one request", path=where)
     stream = _decompressed(raw)
@@ -138,11 +134,7 @@ class _Peeked:
     def read(self, size: int = -1) -> bytes:
         if self.content:
             first, self.content = self.content, b""
-            return (
-                first
-                if 0 <= size <= len(first)
-                else first + bytes(self.stream.read(*([size - len(first)] if size > 0 else [])))
-            )
+            return first if 0 <= size <= len(first) else first + bytes(self.stream.read(*([size - len(first)] if size > 0 else [])))
         return bytes(self.stream.read(size) if size > 0 else self.stream.read())
 
 
@@ -198,9 +190,7 @@ def _parquet(where: str, source: Any, field_map: FieldMap) -> Iterator[RawRows]:
             yield RawRows(columns, np.arange(line, line + batch.num_rows, dtype=np.int64))
             line += batch.num_rows
     except pa.ArrowException as error:
-        raise InputError(
-            f"is not readable parquet: {str(error).splitlines()[0]}; write it again", path=where
-        ) from error
+        raise InputError(f"is not readable parquet: {str(error).splitlines()[0]}; write it again", path=where) from error
 
 
 def _type_at(schema: Any, path: str) -> Any:
@@ -244,8 +234,7 @@ def _require(where: str, found: dict[str, list[str]], field_map: FieldMap, names
         if not found[column]:
             looked = " or ".join(field_map[column])
             raise InputError(
-                f"has no column {looked}; it has {first_few(names, 12) or 'none'}; "
-                f"name the right one with --map {column}=COLUMN",
+                f"has no column {looked}; it has {first_few(names, 12) or 'none'}; name the right one with --map {column}=COLUMN",
                 path=where,
             )
 
@@ -404,10 +393,7 @@ def _json_block(block: bytes, schema: Any, field_map: FieldMap, line: int) -> Ra
 
 def _require_in(where: str, sample: list[dict[str, Any]], field_map: FieldMap) -> None:
     if sample:
-        found = {
-            column: [p for p in paths if any(_lookup(r, p) is not None for r in sample)]
-            for column, paths in field_map.items()
-        }
+        found = {column: [p for p in paths if any(_lookup(r, p) is not None for r in sample)] for column, paths in field_map.items()}
         _require(where, found, field_map, list(dict.fromkeys(key for record in sample for key in record)))
 
 
@@ -494,8 +480,6 @@ def _json_list(where: str, source: _Peeked, field_map: FieldMap) -> Iterator[Raw
         entries = json.loads(source.read())
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
-        raise InputError(
-            "is neither a JSON list nor JSON lines; write one record a line", path=where, line=line
-        ) from error
+        raise InputError("is neither a JSON list nor JSON lines; write one record a line", path=where, line=line) from error
     _require_in(where, [r for r in entries[:_SAMPLE_LINES] if isinstance(r, dict)], field_map)
     yield _json_records(enumerate(entries, 1), field_map)

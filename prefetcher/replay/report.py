@@ -62,19 +62,14 @@ def write_report(
     price = described.get("price")
     verdict = judge(policies, hours, price_s_per_gb_h=price or 0.0, frontier=frontier_points, ours=ours)
     shown = _shown(policies, ours)
-    points = [
-        FrontierPoint(p["policy"], p["held_gb_h"], p["cold_seconds"], price if p["policy"] == ours else None)
-        for p in policies
-    ]
+    points = [FrontierPoint(p["policy"], p["held_gb_h"], p["cold_seconds"], price if p["policy"] == ours else None) for p in policies]
     points += [
         p
         for p in frontier_points
         if (p.policy, p.held_gb_h, p.cold_seconds) not in {(q.policy, q.held_gb_h, q.cold_seconds) for q in points}
     ]
     rows_of = {
-        policy: scored_waits(tables_by_policy[policy], scored_from_s, trace.models)
-        for policy in shown
-        if policy in tables_by_policy
+        policy: scored_waits(tables_by_policy[policy], scored_from_s, trace.models) for policy in shown if policy in tables_by_policy
     }
     figures = [
         frontier_figure(points, hours or 1.0, shown),
@@ -170,8 +165,7 @@ def _facts(verdict: Verdict, policies: Sequence[Mapping[str, Any]], hours: float
             "Held and idle",
             mine["idle_gb_h"] / hours,
             "GB, mean",
-            f"{plain_number(rival['idle_gb_h'] / hours)} with {name}; "
-            f"{plain_number(mine['wasted_gb_h'] / hours)} in prefetches never used",
+            f"{plain_number(rival['idle_gb_h'] / hours)} with {name}; {plain_number(mine['wasted_gb_h'] / hours)} in prefetches never used",
         ),
     ]
     inner = "".join(

@@ -119,10 +119,7 @@ def frontier_figure(points: Sequence[FrontierPoint], hours: float, shown: Sequen
         "yaxis": _axis("", rangemode="tozero"),
         "showlegend": False,
     }
-    rows = [
-        (p.policy, "" if p.price is None else f"{p.price:g}", plain_number(gb), plain_number(s))
-        for p, gb, s in per_hour
-    ]
+    rows = [(p.policy, "" if p.price is None else f"{p.price:g}", plain_number(gb), plain_number(s)) for p, gb, s in per_hour]
     note = "Down and to the left is better. The dotted line is what ours reaches at other prices of memory."
     if len(hull) <= 1:
         note = "Down and to the left is better. Ours was replayed at one price only, so it has one point and no line."
@@ -175,9 +172,7 @@ def waits_figure(waits_of: Mapping[str, npt.NDArray[np.float64]], shown: Sequenc
     }
     note = "A lower line is better: of all scored requests, the share that waits longer than a time."
     legend = [(p, role_of(p, shown), "- -" if knows_future(p) else "—") for p in waits_of]
-    return Figure(
-        "waits", title, note, data, layout, head, rows, "share of requests that wait longer (log scale)", legend
-    )
+    return Figure("waits", title, note, data, layout, head, rows, "share of requests that wait longer (log scale)", legend)
 
 
 def models_figure(
@@ -222,8 +217,7 @@ def models_figure(
         "y": list(range(len(chosen))),
         "customdata": [[models[i], f"{sizes[i] / 1e9:,.3g}", int(requests[i])] for i in chosen],
         "marker": {"color": ["@ours" if saved[i] > 0 else "@loss" for i in chosen]},
-        "hovertemplate": "<b>%{customdata[0]}</b><br>%{x:,.4~g} s saved<br>%{customdata[1]} GB, "
-        "%{customdata[2]:,} requests<extra></extra>",
+        "hovertemplate": "<b>%{customdata[0]}</b><br>%{x:,.4~g} s saved<br>%{customdata[1]} GB, %{customdata[2]:,} requests<extra></extra>",
     }
     rows = [
         (
@@ -272,8 +266,7 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], from_s: float, t
                 "coloraxis": "coloraxis",
                 "xgap": 2,
                 "ygap": 2,
-                "hovertemplate": f"<b>{policy}</b><br>%{{y}} %{{x}}:00-%{{x}}:59<br>%{{z:.3~g}} cold starts in the hour"
-                "<extra></extra>",
+                "hovertemplate": f"<b>{policy}</b><br>%{{y}} %{{x}}:00-%{{x}}:59<br>%{{z:.3~g}} cold starts in the hour<extra></extra>",
             }
         )
         hours = {
@@ -319,9 +312,7 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], from_s: float, t
         | {"y": 0, "yanchor": "top", "yref": "paper", "ypad": 34, "outlinewidth": 0, "nticks": 4},
     }
     layout["margin"] = {"l": 48, "r": 12, "t": 30, "b": 110}
-    return Figure(
-        "week", title, f"The mean number of cold starts in each hour of the week, {tz}.", data, layout, head, rows
-    )
+    return Figure("week", title, f"The mean number of cold starts in each hour of the week, {tz}.", data, layout, head, rows)
 
 
 def scored_waits(logs: PolicyLogs, scored_from_s: float, models: Sequence[str]) -> tuple[Any, Any, Any]:
@@ -331,9 +322,7 @@ def scored_waits(logs: PolicyLogs, scored_from_s: float, models: Sequence[str]) 
     scored = ts >= scored_from_s
     model = pc.index_in(waits.column("model").cast(pa.string()), pa.array(models, pa.string()))
     index = np.asarray(model.fill_null(0).to_numpy(), dtype=np.int64)
-    absent = np.asarray(
-        pc.equal(waits.column("found").cast(pa.string()), "absent").fill_null(False).to_numpy(), dtype=np.bool_
-    )
+    absent = np.asarray(pc.equal(waits.column("found").cast(pa.string()), "absent").fill_null(False).to_numpy(), dtype=np.bool_)
     return index[scored], np.asarray(waits.column("wait_s").to_numpy(), dtype=np.float64)[scored], ts[scored & absent]
 
 

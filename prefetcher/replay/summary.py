@@ -36,9 +36,7 @@ def describe_input(trace: Trace, *, warmup_ratio: float, **settings: Any) -> dic
     }
 
 
-def write_summary(
-    path: str | Path, described: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def write_summary(path: str | Path, described: Mapping[str, Any], policies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Write and return `{"input", "policies"}`; floats as the shortest text that gives them back."""
     summary = {"input": dict(described), "policies": [dict(p) for p in policies]}
     Path(path).write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")

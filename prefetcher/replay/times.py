@@ -56,8 +56,7 @@ class TimeReader:
             pc.assume_timezone(pa.array([0], pa.timestamp("us")), self.tz)
         except (pa.ArrowException, ValueError) as error:
             raise SettingsError(
-                f"no time zone is called {self.tz!r}; use an IANA name such as Europe/Berlin "
-                "(and install the system's tzdata)"
+                f"no time zone is called {self.tz!r}; use an IANA name such as Europe/Berlin (and install the system's tzdata)"
             ) from error
 
     def parse(self, column: pa.Array | pa.ChunkedArray) -> ParsedTimes:

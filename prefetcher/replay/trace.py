@@ -141,15 +141,11 @@ def read_trace(
     return reader.finish(sizes, default_bytes, strict)
 
 
-def _sizes(
-    catalog: str | Path | Mapping[str, int] | None, models_dir: str | Path | None, default_bytes: int | None
-) -> dict[str, int]:
+def _sizes(catalog: str | Path | Mapping[str, int] | None, models_dir: str | Path | None, default_bytes: int | None) -> dict[str, int]:
     if default_bytes is not None and default_bytes < 1:
         raise SettingsError(f"the default size of a model must be at least 1 byte, got {default_bytes}")
     if catalog is None and models_dir is None and default_bytes is None:
-        raise SettingsError(
-            "how large are the models? name a --catalog, a --models, or one size for all with --default-bytes"
-        )
+        raise SettingsError("how large are the models? name a --catalog, a --models, or one size for all with --default-bytes")
     sizes = sizes_of_folder(models_dir) if models_dir is not None else {}
     if catalog is not None:
         sizes |= dict(catalog) if isinstance(catalog, Mapping) else read_catalog(catalog)
@@ -185,9 +181,7 @@ class _Reader:
     counts: dict[str, int] = field(default_factory=dict)
     named: list[Problem] = field(default_factory=list)
     parts: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
-    names: dict[str, _Names] = field(
-        default_factory=lambda: {c: _Names() for c in ("model", "user", "node", "version")}
-    )
+    names: dict[str, _Names] = field(default_factory=lambda: {c: _Names() for c in ("model", "user", "node", "version")})
     ids: list[Any] = field(default_factory=list)
     rows_read: int = 0
     zoneless: int = 0
@@ -228,9 +222,7 @@ class _Reader:
         ids = pc.if_else(pc.equal(ids, ""), pa.scalar(None, pa.string()), ids)  # a blank id names no request
         self.ids.append(ids if keep.all() else ids.filter(pa.array(keep)))
 
-    def _note_rows(
-        self, kind: str, bad: npt.NDArray[np.bool_], lines: npt.NDArray[np.int64], column: Any, name: str
-    ) -> None:
+    def _note_rows(self, kind: str, bad: npt.NDArray[np.bool_], lines: npt.NDArray[np.int64], column: Any, name: str) -> None:
         where = np.flatnonzero(bad)[:_NAMED].tolist()
         if where:
             values = [None if column is None else column[i].as_py() for i in where]
@@ -239,9 +231,7 @@ class _Reader:
 
     def finish(self, sizes: dict[str, int], default_bytes: int | None, strict: bool) -> Trace:
         if not any(len(part) for part in self.parts.get("ts", [])):
-            raise InputError(
-                f"has no usable row of {self.rows_read:,}: {self._first() or 'it holds none'}", path=self.path
-            )
+            raise InputError(f"has no usable row of {self.rows_read:,}: {self._first() or 'it holds none'}", path=self.path)
         columns = {name: np.concatenate(parts) for name, parts in self.parts.items()}
         self.parts.clear()
         columns = self._without_duplicates(columns)
@@ -285,9 +275,7 @@ class _Reader:
 
     def _first(self) -> str:
         """The kinds of problems with their counts and the first of each, in one line."""
-        return "; ".join(
-            Problems({k: self.counts[k]}, tuple(self.named)).lines()[0] for k in PROBLEM_KINDS if k in self.counts
-        )
+        return "; ".join(Problems({k: self.counts[k]}, tuple(self.named)).lines()[0] for k in PROBLEM_KINDS if k in self.counts)
 
     def _without_duplicates(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         ids = pa.chunked_array(self.ids, pa.string())

@@ -42,11 +42,7 @@ def best_rival(policies: Sequence[Mapping[str, Any]], ours: str = "ours") -> Map
     """The entry with the fewest cold seconds that others could run; of equal ones the one that holds less, then the
     first by name.
     """
-    rivals = [
-        p
-        for p in policies
-        if p["policy"] != ours and not knows_future(p["policy"]) and not p["policy"].endswith("-bypass")
-    ]
+    rivals = [p for p in policies if p["policy"] != ours and not knows_future(p["policy"]) and not p["policy"].endswith("-bypass")]
     return min(rivals, key=lambda p: (p["cold_seconds"], p["held_gb_h"], p["policy"]), default=None)
 
 
@@ -69,22 +65,16 @@ def judge(
         only = mine or rival or policies[0]
         waits, held = _per_hour(only["cold_seconds"], hours), _per_hour(only["held_gb_h"], hours)
         missing = "no rival" if mine is not None else f"{ours} was not replayed"
-        return Verdict(
-            f"{only['policy']} waits {_s(waits)} an hour with {_gb(held)} held; {missing}, so nothing to compare", None
-        )
+        return Verdict(f"{only['policy']} waits {_s(waits)} an hour with {_gb(held)} held; {missing}, so nothing to compare", None)
     saved = _per_hour(rival["cold_seconds"] - mine["cold_seconds"], hours)
     held, rival_held = _per_hour(mine["held_gb_h"], hours), _per_hour(rival["held_gb_h"], hours)
-    hull = lower_hull(
-        [p for p in frontier if p.policy == ours] + [FrontierPoint(ours, mine["held_gb_h"], mine["cold_seconds"])]
-    )
+    hull = lower_hull([p for p in frontier if p.policy == ours] + [FrontierPoint(ours, mine["held_gb_h"], mine["cold_seconds"])])
     floor_gb_h = least_gb_h(hull, rival["cold_seconds"])
     floor = None if floor_gb_h is None else _per_hour(floor_gb_h, hours)
     name = rival["policy"]
     figures = (name, saved, held, rival_held, floor)
     if hours < _LEAST_HOURS:
-        return Verdict(
-            f"cannot say: only {plain_number(hours * 60)} minutes are scored; replay a day or more", None, *figures
-        )
+        return Verdict(f"cannot say: only {plain_number(hours * 60)} minutes are scored; replay a day or more", None, *figures)
     if rival["cold_seconds"] == 0:
         return Verdict(f"not worth it: with {name} no request waits, with {_gb(rival_held)} held", False, *figures)
     if saved <= 0:
@@ -108,9 +98,7 @@ def judge(
     line = f"saves {_s(saved)} of waiting an hour over {name} for {_gb(held)} held"
     if len(hull) > 1 and floor_gb_h is not None and floor is not None:
         tried = floor_gb_h > hull[0].held_gb_h
-        line += (
-            f"; under {_gb(floor)} not worth it" if tried else f"; worth it down to the {_gb(floor)} that were tried"
-        )
+        line += f"; under {_gb(floor)} not worth it" if tried else f"; worth it down to the {_gb(floor)} that were tried"
     return Verdict(line, True, *figures)
 
 
