@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from prefetcher.errors import SettingsError
@@ -23,6 +23,7 @@ __all__ = [
     "ApiSettings",
     "ClockSettings",
     "DecisionSettings",
+    "KafkaSettings",
     "LogSettings",
     "NodeSettings",
     "Settings",
@@ -141,6 +142,28 @@ class StreamSettings(_Group):
     keep_segments: int = Field(default=16, ge=1, description="read files of the request log that are kept")
 
 
+class KafkaSettings(_Group):
+    """The broker; without `brokers`, streams are a folder of this process."""
+
+    brokers: str | None = Field(default=None, description="addresses of the brokers, as host:9092,host:9092")
+    prefix: str = Field(default="prefetch", min_length=1, max_length=100, pattern=r"^[\w.-]+$", description="first part of topics and groups")
+    requests_topic: str | None = Field(default=None, description="a topic of requests that a gateway writes already, instead of PREFIX.requests")
+    map: str | None = Field(default=None, description="field map of that topic: a shipped map's name, or ts=startTime,model=request.model")
+    partitions: int = Field(default=6, ge=1, le=1_000, description="partitions of topics that are made")
+    replicas: int = Field(default=1, ge=1, le=10, description="replicas of topics that are made")
+    retention_s: float = Field(default=604_800.0, gt=0, description="how long topics that are made keep records")
+    compression: Literal["none", "gzip", "lz4", "zstd"] = Field(default="lz4", description="compression of what is written")
+    security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
+        default="PLAINTEXT", description="how brokers are spoken to"
+    )
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(default=None, description="how this program says who it is")
+    username: str | None = Field(default=None, description="its name there")
+    password: SecretStr | None = Field(default=None, description="its password there")
+    ca_file: Path | None = Field(default=None, description="certificates that brokers' own are checked against")
+    cert_file: Path | None = Field(default=None, description="this program's certificate")
+    key_file: Path | None = Field(default=None, description="the key of that certificate")
+
+
 class LogSettings(_Group):
     """Logs."""
 
@@ -171,6 +194,7 @@ class Settings(BaseSettings):
     api: ApiSettings = Field(default_factory=ApiSettings)
     state: StateSettings = Field(default_factory=StateSettings)
     stream: StreamSettings = Field(default_factory=StreamSettings)
+    kafka: KafkaSettings = Field(default_factory=KafkaSettings)
     log: LogSettings = Field(default_factory=LogSettings)
     clock: ClockSettings = Field(default_factory=ClockSettings)
 

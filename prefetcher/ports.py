@@ -5,10 +5,11 @@ A real implementation and its twin in memory pass the same contract tests. The c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prefetcher.clock import Clock
 from prefetcher.core.types import RequestSeen, WeightsKey
@@ -16,11 +17,18 @@ from prefetcher.core.types import RequestSeen, WeightsKey
 __all__ = [
     "Acted",
     "BadRecord",
+    "Chunk",
     "Clock",
     "Engine",
+    "Partition",
+    "Positions",
     "RequestBatch",
     "RequestStream",
     "StateStore",
+    "StreamReader",
+    "StreamWriter",
+    "Streams",
+    "Topic",
     "WeightsCatalog",
     "WeightsEntry",
 ]
@@ -76,6 +84,127 @@ class RequestStream(Protocol):
 
     def drop_before(self, position: int) -> None:
         """Allows records before `position` to be removed; how many are kept is the stream's own affair."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Topic(StrEnum):
+    """The streams of the system, by what they carry (`prefetcher.wire`)."""
+
+    REQUESTS = "requests"
+    HINTS = "hints"
+    OUTCOMES = "outcomes"
+    DEAD_LETTER = "dead-letter"
+
+
+class Partition(NamedTuple):
+    """One ordered part of a topic: records of one key are always in the same one, until partitions are added."""
+
+    topic: Topic
+    number: int
+
+
+#: Where to read on, by partition: the offset of the next record. A partition that is not named is read from the oldest record kept.
+Positions = Mapping[Partition, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Records of one partition in order. `offsets` rise and may have holes; `next_offset` is where to read on.
+
+    `lost` counts records that were asked for and are no longer kept: the stream went on from the oldest one.
+    """
+
+    partition: Partition
+    offsets: Sequence[int]
+    values: Sequence[bytes]
+    next_offset: int
+    lost: int = 0
+
+
+class StreamWriter(Protocol):
+    """Appends records, durably. Safe for threads; appends of many threads share a trip to the broker or the disk."""
+
+    def append(self, topic: Topic, records: Sequence[tuple[str, bytes]], mark: str | None = None, timeout_s: float = 1.0) -> None:
+        """Appends (key, value) pairs and returns once all of them are acknowledged by every replica in sync, or synced to the disk.
+
+        Records of one key keep their order. `mark`, if given, is kept with the last record, in the same write (`Streams.last_mark`).
+
+        Raises:
+            UnavailableError: no acknowledgement within `timeout_s`; the records may still arrive later, so whoever sends again must
+                tell them by an id.
+            NoRoomError: the disk is full, or too much is waiting to be sent; nothing was appended.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class StreamReader(Protocol):
+    """Reads topics from where its owner says. For one thread."""
+
+    def poll(self, limit: int, timeout_s: float) -> Sequence[Chunk]:
+        """Up to `limit` records of any partitions, waiting up to `timeout_s` for the first; empty when there are none.
+
+        What is there is returned at once. Partitions may be taken and given meanwhile: `revoked` and `start` are called in here.
+
+        Raises:
+            UnavailableError: the stream is away; poll again later, nothing is skipped.
+        """
+        ...
+
+    def pause(self, topics: Sequence[Topic]) -> None:
+        """Back-pressure: `poll` gives nothing of these topics, and keeps the membership alive, until `resume`."""
+        ...
+
+    def resume(self, topics: Sequence[Topic]) -> None: ...
+
+    def done(self, positions: Positions) -> None:
+        """Everything before these positions is dealt with and need not be kept for this reader. For lag monitors and for dropping old
+        records; the truth about positions is with the owner."""
+        ...
+
+    def lag(self) -> Mapping[Partition, int]:
+        """Records (embedded: bytes) after what was polled last, by partition that this reader has."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Streams(Protocol):
+    """One connection to the streams: a folder of segmented logs, or a broker."""
+
+    def prepare(self) -> None:
+        """Sees that every topic is there, and makes those that are not.
+
+        Raises:
+            UnavailableError: nobody answers.
+            SettingsError: credentials were refused, or a topic is missing and may not be made; says which and how.
+        """
+        ...
+
+    def writer(self) -> StreamWriter: ...
+
+    def reader(
+        self,
+        topics: Sequence[Topic],
+        name: str,
+        start: Callable[[Sequence[Partition]], Positions],
+        revoked: Callable[[Sequence[Partition]], None] = lambda partitions: None,
+        *,
+        shared: bool = False,
+    ) -> StreamReader:
+        """A reader of `topics` that is called `name` (the consumer group, with the installation's prefix).
+
+        `shared`: the partitions are split among all readers of that name, and may come and go. Otherwise it reads all of them, also those
+        that are added later. `start` is called in `poll` with partitions that are new to this reader and says where to begin; `revoked`
+        with those that another member takes over, before it does.
+        """
+        ...
+
+    def last_mark(self, topic: Topic) -> str | None:
+        """The mark that was appended last, if any."""
         ...
 
     def close(self) -> None: ...
