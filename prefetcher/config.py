@@ -76,20 +76,12 @@ class NodeSettings(_Group):
         pattern=r"^[\w.-]+$",
         description="the node's name in plans and logs",
     )
-    models_dir: Path = Field(
-        default=Path("models-store"), description="the folder of models, one folder of safetensors files each"
-    )
+    models_dir: Path = Field(default=Path("models-store"), description="the folder of models, one folder of safetensors files each")
     host_bytes: Bytes = Field(default=8_000_000_000, gt=0, description="host memory for weights")
-    host_dir: Path | None = Field(
-        default=None, description="a tmpfs folder for the host tier; without it one is chosen"
-    )
+    host_dir: Path | None = Field(default=None, description="a tmpfs folder for the host tier; without it one is chosen")
     lock: Literal["auto", "require", "off"] = Field(default="auto", description="lock the host tier in memory")
-    link_bytes_per_s: Bytes = Field(
-        default=3_500_000_000, gt=0, description="disk to host memory, before anything was measured"
-    )
-    socket: Path | None = Field(
-        default=None, description="where programs ask for leases; without it, the client's own default"
-    )
+    link_bytes_per_s: Bytes = Field(default=3_500_000_000, gt=0, description="disk to host memory, before anything was measured")
+    socket: Path | None = Field(default=None, description="where programs ask for leases; without it, the client's own default")
     load_threads: int = Field(default=8, ge=1, le=64, description="threads that read one model")
     prefetch_bytes_per_s: Bytes | None = Field(
         default=None, gt=0, description="the most that prefetches read from the disk; without it, as fast as it gives"
@@ -103,9 +95,7 @@ class DecisionSettings(_Group):
     tick_s: float = Field(default=60.0, gt=0, description="seconds between plans")
     hold_s: float = Field(default=600.0, gt=0, description="how long a prefetch may stay unused")
     observe: bool = Field(default=False, description="decide and log, load nothing")
-    control_ratio: float = Field(
-        default=0.03, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch"
-    )
+    control_ratio: float = Field(default=0.03, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the control group and of fits")
 
 
@@ -120,12 +110,8 @@ class ApiSettings(_Group):
 class StateSettings(_Group):
     """Where what was learned is kept."""
 
-    dir: Path = Field(
-        default=Path("~/.local/state/prefetcher"), description="folder of the embedded server and of the request log"
-    )
-    url: str | None = Field(
-        default=None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0"
-    )
+    dir: Path = Field(default=Path("~/.local/state/prefetcher"), description="folder of the embedded server and of the request log")
+    url: str | None = Field(default=None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0")
     snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of what was learned")
 
 
@@ -146,8 +132,12 @@ class KafkaSettings(_Group):
     """The broker; without `brokers`, streams are a folder of this process."""
 
     brokers: str | None = Field(default=None, description="addresses of the brokers, as host:9092,host:9092")
-    prefix: str = Field(default="prefetch", min_length=1, max_length=100, pattern=r"^[\w.-]+$", description="first part of topics and groups")
-    requests_topic: str | None = Field(default=None, description="a topic of requests that a gateway writes already, instead of PREFIX.requests")
+    prefix: str = Field(
+        default="prefetch", min_length=1, max_length=100, pattern=r"^[\w.-]+$", description="first part of topics and groups"
+    )
+    requests_topic: str | None = Field(
+        default=None, description="a topic of requests that a gateway writes already, instead of PREFIX.requests"
+    )
     map: str | None = Field(default=None, description="field map of that topic: a shipped map's name, or ts=startTime,model=request.model")
     partitions: int = Field(default=6, ge=1, le=1_000, description="partitions of topics that are made")
     replicas: int = Field(default=1, ge=1, le=10, description="replicas of topics that are made")
@@ -156,7 +146,9 @@ class KafkaSettings(_Group):
     security_protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = Field(
         default="PLAINTEXT", description="how brokers are spoken to"
     )
-    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(default=None, description="how this program says who it is")
+    sasl_mechanism: Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] | None = Field(
+        default=None, description="how this program says who it is"
+    )
     username: str | None = Field(default=None, description="its name there")
     password: SecretStr | None = Field(default=None, description="its password there")
     ca_file: Path | None = Field(default=None, description="certificates that brokers' own are checked against")
@@ -167,9 +159,7 @@ class KafkaSettings(_Group):
 class LogSettings(_Group):
     """Logs."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least severe level that is written"
-    )
+    level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least severe level that is written")
     format: Literal["auto", "human", "json"] = Field(default="auto", description="auto: human in a terminal, else JSON")
 
 
@@ -177,17 +167,13 @@ class ClockSettings(_Group):
     """The clock of demonstrations: a day in minutes."""
 
     speed: float = Field(default=1.0, gt=0, description="how many times as fast as the machine's clock")
-    origin_s: float | None = Field(
-        default=None, description="the time at the start, seconds since 1970 UTC; needed when speed is not 1"
-    )
+    origin_s: float | None = Field(default=None, description="the time at the start, seconds since 1970 UTC; needed when speed is not 1")
 
 
 class Settings(BaseSettings):
     """All groups."""
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, env_ignore_empty=True
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True, env_ignore_empty=True)
 
     node: NodeSettings = Field(default_factory=NodeSettings)
     decision: DecisionSettings = Field(default_factory=DecisionSettings)
@@ -223,10 +209,7 @@ def load_settings(overrides: Mapping[str, Mapping[str, Any]] | None = None) -> S
             close = difflib.get_close_matches(variable, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; the reference of settings lists all"
             raise SettingsError(f"{variable} is not a setting{hint}")
-    given = {
-        group: {name: value for name, value in values.items() if value is not None}
-        for group, values in (overrides or {}).items()
-    }
+    given = {group: {name: value for name, value in values.items() if value is not None} for group, values in (overrides or {}).items()}
     try:
         groups: dict[str, Any] = {group: values for group, values in given.items() if values}
         return Settings(**groups)
