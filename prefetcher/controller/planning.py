@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefetcher.controller.records import NodeReport
+from prefetcher.core.hints import Expected
 from prefetcher.core.planner import choose_victims, outbids
 from prefetcher.core.ranking import WAITING_PRIOR_LOADS
 from prefetcher.core.shadow_caches import Outlook
@@ -69,6 +70,7 @@ class Given:
     past: Mapping[str, PastOrder]
     last_row_s: Callable[[str], float]
     new_id: Callable[[], DecisionId]
+    expected: Mapping[str, Expected] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +90,29 @@ class Worth:
     """What a held byte of each model of a report saves, seconds of waiting per second: float64[k] each, in the report's order.
 
     `keep` ranks what is held and what asks to come in; `fetch` ranks prefetches, None when the deciding expert does not prefetch, with
-    `fetch_per_s`, the rate of next use behind it. `rows_per_s` are row rates, `shadow` what a node without prefetching would hold.
+    `fetch_per_s`, the rate of next use behind it. `hint_per_s` is the rate that hints alone speak of, 0 without one. `rows_per_s` are row
+    rates, `shadow` what a node without prefetching would hold.
     """
 
     keep: Floats
     fetch: Floats | None
     fetch_per_s: Floats
+    hint_per_s: Floats
     rows_per_s: Floats
     shadow: npt.NDArray[np.bool_]
 
 
-def worth_of(report: NodeReport, outlook: Outlook, numbers: npt.NDArray[np.int64], shadow: npt.NDArray[np.bool_]) -> Worth:
-    """What the bytes of the report's models are worth. `numbers` int64[k] are theirs in the outlook, −1 for one never used."""
+def worth_of(
+    report: NodeReport,
+    outlook: Outlook,
+    numbers: npt.NDArray[np.int64],
+    shadow: npt.NDArray[np.bool_],
+    expected: Mapping[str, Expected] | None = None,
+) -> Worth:
+    """What the bytes of the report's models are worth. `numbers` int64[k] are theirs in the outlook, −1 for one never used.
+
+    A hint is taken at its word where it says more than the deciding expert: the larger rate counts, for keeping and for fetching.
+    """
     count = len(report.known)
     seen = numbers >= 0
 
@@ -110,6 +123,10 @@ def worth_of(report: NodeReport, outlook: Outlook, numbers: npt.NDArray[np.int64
 
     keep_per_s, rows_per_s = of(outlook.keep_per_s), of(outlook.joiners_per_s)
     fetch_per_s = np.zeros(count) if outlook.prefetch_per_s is None else of(outlook.prefetch_per_s)
+    hint_per_s = np.zeros(count)
+    if expected:
+        hint_per_s[:] = [said.per_s if (said := expected.get(k.model)) else 0.0 for k in report.known]
+        keep_per_s, fetch_per_s = np.maximum(keep_per_s, hint_per_s), np.maximum(fetch_per_s, hint_per_s)
     keep, fetch = np.zeros(count), np.zeros(count)
     node_waiting = report.waiting_rows
     for i, known in enumerate(report.known):
@@ -118,7 +135,7 @@ def worth_of(report: NodeReport, outlook: Outlook, numbers: npt.NDArray[np.int64
         keep[i] = index_per_byte(keep_per_s[i], miss_cost_s(link_s, report.recent_wait_s, rows_per_s[i], own_waiting), size)
         fetch[i] = index_per_byte(fetch_per_s[i], miss_cost_s(link_s, report.recent_wait_s, rows_per_s[i], node_waiting), size)
     fetches = outlook.prefetch_per_s is not None
-    return Worth(keep, fetch if fetches else None, fetch_per_s, rows_per_s, of(shadow).astype(np.bool_))
+    return Worth(keep, fetch if fetches else None, fetch_per_s, hint_per_s, rows_per_s, of(shadow).astype(np.bool_))
 
 
 def make_plan(report: NodeReport, outlook: Outlook, worth: Worth, given: Given) -> Planned:
@@ -184,7 +201,8 @@ class _Chooser:
                 continue
             held = self._held.get(known.model)
             on_its_way = held is not None and held.decision_id == past.order.decision_id
-            waiting = fetches and held is None and self._given.now_s < past.order.deadline_s and self._index[i] >= self._price
+            may = fetches or self._worth.hint_per_s[i] > 0.0
+            waiting = may and held is None and self._given.now_s < past.order.deadline_s and self._index[i] >= self._price
             if on_its_way or waiting:
                 carried.append(past.order)
             if waiting:
@@ -203,8 +221,8 @@ class _Chooser:
         for i, known in enumerate(self._report.known):
             if known.model in self._held or known.model in taken or known.model in given.pinned:
                 continue
-            rate = float(self._worth.fetch_per_s[i])
-            if rate <= 0.0:
+            rate, hinted = float(self._worth.fetch_per_s[i]), self._worth.hint_per_s[i] > 0.0
+            if rate <= 0.0 or (self._worth.fetch is None and not hinted):
                 continue
             if known.bytes > self._report.memory.budget_bytes:
                 self._skip("does_not_fit")
@@ -215,7 +233,7 @@ class _Chooser:
             score = float(self._index[i]) * load_discount(rate, float(self._link_s[i]))
             past = given.past.get(known.model)
             stale = past is not None and past.unused and given.last_row_s(known.model) < past.order.issued_s
-            if past is not None and stale and score < SECOND_CHANCE * past.score:
+            if past is not None and stale and not hinted and score < SECOND_CHANCE * past.score:
                 self._skip("went_unused_before")
                 continue
             found.append((score, i))
@@ -228,7 +246,7 @@ class _Chooser:
         if not given.prefetching:
             self._skip("switched_off")
             return []
-        if self._worth.fetch is None:
+        if self._worth.fetch is None and not self._worth.hint_per_s.any():
             self._skip("expert_without_prefetch")
             return []
         margin = self._outlook.policy.margin
@@ -280,18 +298,23 @@ class _Chooser:
         given, known = self._given, self._report.known[i]
         rate = float(self._worth.fetch_per_s[i])
         load_s = mean_load_s(float(self._link_s[i]), self._report.recent_wait_s)
-        expected_s = given.now_s + min(1.0 / rate, HORIZONS_S[-1])
+        hint_s = float(self._worth.hint_per_s[i])
+        said = given.expected.get(known.model) if hint_s >= rate else None
+        if said is not None:
+            expected_s, hold_s = said.at_s, said.until_s - given.now_s
+        else:
+            expected_s, hold_s = given.now_s + min(1.0 / rate, HORIZONS_S[-1]), given.hold_s
         return Order(
             decision_id=given.new_id(),
             node=NodeName(self._report.node),
             key=WeightsKey(ModelName(known.model), ModelVersion(known.version)),
             tier=Tier.HOST,
-            cause=Cause.FORECAST,
+            cause=Cause.FORECAST if said is None else Cause.HINT,
             arm=given.arm,
             issued_s=given.now_s,
             expected_use_s=expected_s,
             # It must begin within its hold, and a link that is free needs no longer than a few loads to get to it.
-            deadline_s=given.now_s + max(given.hold_s, 4.0 * load_s),
-            hold_s=given.hold_s,
-            contributions=self._outlook.parts,
+            deadline_s=given.now_s + max(hold_s, 4.0 * load_s),
+            hold_s=hold_s,
+            contributions=self._outlook.parts if said is None else (("hint", 1.0),),
         )

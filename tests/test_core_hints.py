@@ -1,0 +1,101 @@
+"""The hint book: folding, settling once, belief by source, and a restart that changes nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefetcher.core.hints import Hint, HintBook
+
+
+def hint(n: int, model: str = "m", source: str = "page", session: str | None = None, at_s: float = 100.0, ttl_s: float = 60.0) -> Hint:
+    return Hint(f"h{n}", model, source, session, at_s, at_s, at_s + ttl_s)
+
+
+def test_a_hint_makes_its_model_expected_until_its_end() -> None:
+    book = HintBook()
+    assert book.add(hint(1), 100.0) == "new"
+    said = book.expected("m", 100.0)
+    assert said is not None
+    assert said.probability == 0.5
+    assert said.until_s == 160.0
+    # P / E[min(T, 60)], T even over 60 s with probability one half, else 60.
+    assert said.per_s == pytest.approx(0.5 / (0.5 * 30.0 + 0.5 * 60.0))
+    assert book.expected("other", 100.0) is None
+    assert book.expected("m", 160.0) is None
+
+
+def test_the_same_id_counts_once_and_the_same_session_folds() -> None:
+    book = HintBook()
+    assert [book.add(hint(1, session="s"), 100.0) for _ in range(3)] == ["new", "repeated", "repeated"]
+    assert book.add(hint(2, session="s", at_s=110.0), 110.0) == "folded"
+    assert len(book) == 1
+    said = book.expected("m", 110.0)
+    assert said is not None
+    assert said.until_s == 170.0
+    assert book.expire(160.0) == 0, "its end was moved"
+    assert book.expire(170.0) == 1
+    assert len(book) == 0
+    assert book.add(hint(3, at_s=0.0), 100.0) == "past"
+
+
+def test_a_flood_of_one_source_says_no_more_than_one_hint() -> None:
+    book = HintBook()
+    book.add(hint(0), 100.0)
+    one = book.expected("m", 100.0)
+    for n in range(1, 50):
+        book.add(hint(n, session=f"s{n}"), 100.0)
+    assert book.expected("m", 100.0) == one
+    book.add(hint(99, source="other"), 100.0)
+    more = book.expected("m", 100.0)
+    assert one is not None
+    assert more is not None
+    assert more.probability == 0.75
+
+
+def test_a_source_that_never_converts_loses_its_weight_and_can_win_it_back() -> None:
+    book = HintBook()
+    for n in range(50):
+        book.add(hint(n, session=f"s{n}", at_s=float(n), ttl_s=1.0), float(n))
+        book.expire(n + 1.0)
+    assert book.belief("page") < 0.05
+    assert book.belief("unknown") == 0.5
+    low = book.belief("page")
+    for n in range(100, 150):
+        book.add(hint(n, session=f"s{n}", at_s=float(n)), float(n))
+        assert book.used("m", n + 0.5) == 1
+    assert book.belief("page") > 0.4 > low
+    assert (book.kept, book.broken) == (50, 50)
+
+
+def test_a_row_from_before_the_hint_does_not_keep_it() -> None:
+    book = HintBook()
+    book.add(hint(1), 100.0)
+    assert book.used("m", 99.0) == 0
+    assert book.used("m", 101.0) == 1
+
+
+@given(st.lists(st.tuples(st.sampled_from("auxe"), st.integers(0, 3), st.integers(0, 2), st.floats(0, 50)), max_size=60))
+def test_every_hint_is_settled_once_and_a_restart_changes_nothing(steps: list[tuple[str, int, int, float]]) -> None:
+    book, twin, now_s, new = HintBook(), HintBook(), 0.0, 0
+    for number, (what, model, source, wait_s) in enumerate(steps):
+        now_s += wait_s
+        for each in (book, twin):
+            if what in "ax":
+                said = each.add(hint(number, f"m{model}", f"p{source}", "s" if what == "x" else None, now_s), now_s)
+                new += said == "new" and each is book
+            elif what == "u":
+                each.used(f"m{model}", now_s)
+            else:
+                each.expire(now_s)
+        twin = HintBook.restore(json.loads(json.dumps(twin.snapshot())))
+        assert len(book) + book.kept + book.broken == new
+        for model_name in ("m0", "m1", "m2", "m3"):
+            assert book.expected(model_name, now_s) == twin.expected(model_name, now_s)
+    assert book.snapshot() == twin.snapshot()
+    book.expire(1e9)
+    assert len(book) == 0
+    assert not book.models()
