@@ -29,7 +29,7 @@ from prefetcher.errors import BudgetError, NoRoomError, SettingsError, Unavailab
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher_connectors.files import FileStream
-from prefetcher_connectors.redis import EmbeddedServer, RedisState
+from prefetcher_connectors.redis import HURRIED_S, PATIENT_S, EmbeddedServer, RedisState
 
 if TYPE_CHECKING:
     import uvicorn
@@ -70,7 +70,7 @@ class App:
         folder = settings.state.dir.expanduser().absolute()
         stream = FileStream(folder / "requests", settings.stream.segment_bytes, settings.stream.keep_segments)
         self._closing.append(("request log", stream.close))
-        state = self._open_state(folder)
+        state, hurried_state = self._open_state(folder)
         metrics = Metrics()
         node = NodeName(settings.node.name)
 
@@ -82,7 +82,7 @@ class App:
         service = Service(
             node,
             stream,
-            state,
+            hurried_state,
             agent,
             self.clock,
             metrics,
@@ -103,16 +103,20 @@ class App:
             self._run_thread("follow", follower.run)
         self._serve(service, listener)
 
-    def _open_state(self, folder: Path) -> RedisState:
-        url = self._settings.state.url
+    def _open_state(self, folder: Path) -> tuple[RedisState, RedisState]:
+        """The state store as threads of our own use it, and as those do who wait for an HTTP answer."""
+        url, why_away = self._settings.state.url, None
         if url is None:
             server = EmbeddedServer(folder / "state")
             server.start()
             self._closing.append(("state server", server.stop))
-            url = server.url
-        state = RedisState(url)
+            url, why_away = server.url, server.why_away
+            self._run_thread("state server", lambda stop: server.keep(stop, _server_restarted, _server_not_restarted))
+        state = RedisState(url, PATIENT_S, why_away)
         self._closing.append(("state", state.close))
-        return state
+        hurried = RedisState(url, HURRIED_S, why_away)
+        self._closing.append(("state", hurried.close))
+        return state, hurried
 
     def _start_controller(self, stream: FileStream, state: RedisState, agent: Agent, metrics: Metrics) -> Controller:
         decision = self._settings.decision
@@ -223,6 +227,14 @@ class App:
                 close()
             except (OSError, UnavailableError) as exc:
                 log().error("not_stopped_cleanly", part=name, reason=str(exc))
+
+
+def _server_restarted(reason: str) -> None:
+    log().warning("state_server_restarted", reason=reason, then="all goes on with what was written")
+
+
+def _server_not_restarted(reason: str) -> None:
+    log().error("state_server_not_restarted", reason=reason, then="it is tried again every few seconds")
 
 
 def _announce(rows: queue.SimpleQueue[RequestSeen], stream: FileStream, controller: Controller, stop: threading.Event) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import structlog
 from safetensors.numpy import save_file
 
 import prefetcher
@@ -323,7 +324,22 @@ def test_an_open_of_a_file_that_was_cut_says_so(node: Node) -> None:
 def test_a_loop_that_fails_is_told(node: Node) -> None:
     died: list[str] = []
     node.agent.on_died = lambda part, error: died.append(f"{part}: {error}")
-    node.state.write({records.node_key(NODE, "plan"): b"nonsense"})
-    node.agent.plan_written()
+
+    def fail(now_s: float) -> Arm:
+        raise RuntimeError("no arms today")
+
+    node.agent.arm_of = fail
+    node.agent.requested([RequestSeen(node.clock.now_s(), ModelName("m0"))])
     eventually(lambda: died)
-    assert died[0].startswith("agent: ")
+    assert died == ["agent: no arms today"]
+    node.agent.arm_of = lambda now_s: Arm.TREATED
+
+
+def test_a_plan_that_can_not_be_read_is_told_and_the_next_one_is_carried_out(node: Node) -> None:
+    with structlog.testing.capture_logs() as logged:
+        node.state.write({records.node_key(NODE, "plan"): b"nonsense"})
+        node.agent.plan_written()
+        eventually(lambda: node.metrics.registry.get_sample_value("prefetcher_skipped_total", {"what": "plan", "reason": "unreadable"}))
+    assert [e["event"] for e in logged if e["log_level"] == "error"] == ["plan_unreadable"]
+    node.plan("m1")
+    eventually(lambda: node.held() == {"m1": "ready"})

@@ -1,18 +1,19 @@
 """The state store on Redis 7 or Valkey, and the embedded server for machines that have none.
 
 Keys may carry a hash tag in braces: everything that is written together shares one, so the store may be a cluster. Uses nothing newer than
-Redis 7.0. The embedded server listens on a unix socket only, keeps an append-only file in its folder, and ends with its parent.
+Redis 7.0. The embedded server listens on a unix socket only, keeps an append-only file in its folder, is started again when it ends, and
+ends with its parent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +21,22 @@ from pathlib import Path
 from typing import Any, cast
 
 import redis
-from redis.backoff import ExponentialBackoff
+from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from prefetcher.clock import Clock, SystemClock
 from prefetcher.errors import UnavailableError
 
-__all__ = ["EmbeddedServer", "RedisState"]
+__all__ = ["HURRIED_S", "PATIENT_S", "EmbeddedServer", "RedisState"]
+
+#: A call of somebody who waits for an HTTP answer: with a tenth of a second for everything else, it comes within one second. A question
+#: reads several keys, but the first that is not answered ends it.
+HURRIED_S = 0.9
+#: A call of a thread that nobody waits for, an agent's or a controller's: 100 MB of what was learned pass a link of 1 Gbit/s in 0.8 s, and
+#: a server keeps everybody waiting for a second or two while a busy disk takes its append-only file.
+PATIENT_S = 3.0
+#: The part of a call's time that connecting may take: instant on a unix socket, one round trip or two elsewhere.
+_CONNECT_SHARE = 0.2
 
 #: Writes KEYS[2..] = ARGV[2..] and KEYS[1] = ARGV[1], the fence, unless a higher fence is there.
 _FENCED = """
@@ -35,7 +45,21 @@ if held > tonumber(ARGV[1]) then return 0 end
 for i = 1, #KEYS do redis.call('SET', KEYS[i], ARGV[i]) end
 return 1
 """
-_PR_SET_PDEATHSIG = 1
+#: Runs the rest of its arguments so that they end with the thread that started them. `argv[1]` is the parent: it may be gone by now. 1 is
+#: PR_SET_PDEATHSIG, which outlasts exec. A process of its own does that, because nothing may run between fork and exec in a process with
+#: threads.
+_ENDING_WITH_PARENT = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+#: Real seconds between looks at the embedded server; and from its end to its next start, doubled each time that it does not last, up to the
+#: time after which an agent's report counts as missing. A server that lasts `_LASTING_S` came up well.
+_LOOK_S = 0.1
+_BACK_OFF_S = 0.1
+_MOST_BACK_OFF_S = 5.0
+_LASTING_S = 30.0
 #: sockaddr_un.sun_path is 108 bytes with its end.
 _SOCKET_PATH_LIMIT = 107
 
@@ -43,19 +67,23 @@ _SOCKET_PATH_LIMIT = 107
 class RedisState:
     """A state store on the server at `url` (`redis://…`, `rediss://…` or `unix://…`).
 
+    A call takes at most `timeout_s` when the server hangs, and fails at once when there is none. A connection that the server closed is
+    opened anew, once; what was not answered in time is not asked again: whoever calls knows better whether it still matters.
+    `why_away` says, where it knows, why nobody answers.
+
     Raises:
         UnavailableError: no server answers there.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout_s: float = PATIENT_S, why_away: Callable[[], str] | None = None) -> None:
         self._url = url
+        self._why_away = why_away
         try:
             self._redis = redis.Redis.from_url(
                 url,
-                socket_timeout=10.0,
-                socket_connect_timeout=5.0,
-                health_check_interval=30,
-                retry=Retry(ExponentialBackoff(cap=0.5, base=0.02), 3),
+                socket_timeout=timeout_s * (1.0 - _CONNECT_SHARE),
+                socket_connect_timeout=timeout_s * _CONNECT_SHARE,
+                retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
             )
         except ValueError as exc:
             raise UnavailableError(
@@ -70,7 +98,8 @@ class RedisState:
         try:
             yield
         except redis.RedisError as exc:
-            raise UnavailableError(f"the state server at {self._url} does not answer: {exc}") from exc
+            why = "" if self._why_away is None else self._why_away()
+            raise UnavailableError(why or f"the state server at {self._url} does not answer: {exc}") from exc
 
     def read(self, key: str) -> bytes | None:
         with self._answering():
@@ -137,22 +166,11 @@ def _find_server() -> str:
         ) from exc
 
 
-def _end_with_parent() -> Callable[[], None]:
-    libc = ctypes.CDLL(None, use_errno=True)
-    parent = os.getpid()
-
-    def before_exec() -> None:
-        os.setsid()  # Ctrl-C in the terminal goes to the application alone, which then stops the server in order.
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return before_exec
-
-
 class EmbeddedServer:
-    """A Valkey or Redis server of our own with its data in `folder`; `url` is its address. Start it from the main thread: the kernel ends
-    it together with the thread that started it.
+    """A Valkey or Redis server of our own with its data in `folder`; `url` is its address.
+
+    The kernel ends it together with the thread that started it: `start` it from the main thread, and `keep` it from one that lives as
+    long as the server is needed.
 
     Raises:
         UnavailableError: it does not come up; the message carries its last line.
@@ -170,11 +188,12 @@ class EmbeddedServer:
             self._socket = short / "state.sock"
         self.url = f"unix://{self._socket}"
         self._process: subprocess.Popen[Any] | None = None
+        self._failed = ""
 
-    def start(self, timeout_s: float = 20.0) -> None:
-        """Starts the server and returns when it answers."""
-        self._wait_for_the_last_one(timeout_s)
-        log = self._folder / "server.log"
+    def start(self, timeout_s: float = 20.0, stop: threading.Event | None = None) -> None:
+        """Starts the server and returns when it answers, or when `stop` is set."""
+        stop = stop or threading.Event()
+        self._wait_for_the_last_one(timeout_s, stop)
         # fmt: off
         command = [
             _find_server(), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700",
@@ -182,48 +201,55 @@ class EmbeddedServer:
             "--daemonize", "no", "--logfile", "", "--maxclients", "256",
         ]
         # fmt: on
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                command,
+        with self._log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _ENDING_WITH_PARENT, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                preexec_fn=_end_with_parent(),
                 cwd=self._folder,
+                # Ctrl-C in the terminal goes to the application alone, which then stops the server in order.
+                start_new_session=True,
             )
-        (self._folder / "server.pid").write_text(str(self._process.pid))
-        client = redis.Redis(unix_socket_path=str(self._socket), retry=Retry(ExponentialBackoff(), 0))
-        deadline_s = self._clock.steady_s() + timeout_s
-        never = threading.Event()
         try:
-            while True:
-                try:
+            (self._folder / "server.pid").write_text(str(process.pid))
+            self._wait_for_an_answer(process, timeout_s, stop)
+        except BaseException:
+            self._end(process)
+            raise
+        self._process = process
+
+    def _wait_for_an_answer(self, process: subprocess.Popen[Any], timeout_s: float, stop: threading.Event) -> None:
+        deadline_s = self._clock.steady_s() + timeout_s
+        with redis.Redis(unix_socket_path=str(self._socket), socket_timeout=HURRIED_S, retry=Retry(NoBackoff(), 0)) as client:
+            while not stop.is_set():
+                with contextlib.suppress(redis.RedisError):
                     if client.ping():
                         return
-                except redis.RedisError:
-                    pass
-                if self._process.poll() is not None or self._clock.steady_s() > deadline_s:
-                    lines = log.read_text(errors="replace").strip().splitlines()
-                    self.stop()
-                    raise UnavailableError(
-                        f"the embedded state server in {self._folder} did not start: {lines[-1] if lines else 'no output'}"
-                    )
-                self._clock.wait(never, 0.02)
-        finally:
-            client.close()
+                if process.poll() is not None or self._clock.steady_s() > deadline_s:
+                    last_line = self._last_line() or "no output"
+                    raise UnavailableError(f"the embedded state server in {self._folder} did not start: {last_line}")
+                self._clock.wait(stop, 0.02)
 
-    def _wait_for_the_last_one(self, timeout_s: float) -> None:
+    @property
+    def _log(self) -> Path:
+        return self._folder / "server.log"
+
+    def _last_line(self) -> str:
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
+
+    def _wait_for_the_last_one(self, timeout_s: float, stop: threading.Event) -> None:
         """A server whose parent was killed may still be writing: two on one folder would spoil it."""
         try:
             pid = int((self._folder / "server.pid").read_text())
         except (FileNotFoundError, ValueError):
             return
         deadline_s = self._clock.steady_s() + timeout_s
-        never = threading.Event()
-        while self._is_ours(pid):
+        while self._is_ours(pid) and not stop.is_set():
             if self._clock.steady_s() > deadline_s:
                 raise UnavailableError(f"a state server, process {pid}, still uses {self._folder}; end it first")
-            self._clock.wait(never, 0.05)
+            self._clock.wait(stop, 0.05)
 
     def _is_ours(self, pid: int) -> bool:
         try:
@@ -232,11 +258,47 @@ class EmbeddedServer:
             return False
         return os.fsencode(self._socket) in command
 
+    def why_away(self) -> str:
+        """'' while the server runs, else one line for whoever asked it. Any thread."""
+        process = self._process
+        if process is None or process.poll() is None:
+            return ""
+        return f"the embedded state server ended; it is being started again, what was written is kept{self._failed}"
+
+    def keep(self, stop: threading.Event, on_restarted: Callable[[str], None], on_failed: Callable[[str], None]) -> None:
+        """Starts the server again whenever it ended, on the same folder, until `stop`: what it had answered for is there again.
+
+        Tells `on_restarted` why it had ended, and `on_failed` why it does not start, once until it does.
+        """
+        back_off_s, started_s, reason = _BACK_OFF_S, self._clock.steady_s(), ""
+        while not self._clock.wait(stop, _LOOK_S):
+            process = self._process
+            if process is None or process.poll() is None:
+                continue
+            if self._clock.steady_s() - started_s >= _LASTING_S:
+                back_off_s = _BACK_OFF_S
+            reason = reason or _why_ended(process.returncode, self._last_line())
+            if self._clock.wait(stop, back_off_s):
+                break
+            back_off_s = min(2.0 * back_off_s, _MOST_BACK_OFF_S)
+            try:
+                self.start(stop=stop)
+            except (UnavailableError, OSError) as exc:
+                if not self._failed:
+                    on_failed(str(exc))
+                self._failed = f"; the last try failed: {exc}"
+                continue
+            if not stop.is_set():
+                on_restarted(reason)
+            self._failed, reason, started_s = "", "", self._clock.steady_s()
+
     def stop(self) -> None:
         """Asks the server to save and end, and waits; ends it by force after 10 s."""
         process, self._process = self._process, None
-        if process is None:
-            return
+        if process is not None:
+            self._end(process)
+
+    def _end(self, process: subprocess.Popen[Any]) -> None:
         process.terminate()
         try:
             process.wait(timeout=10.0)
@@ -245,3 +307,9 @@ class EmbeddedServer:
             process.wait()
         self._socket.unlink(missing_ok=True)
         (self._folder / "server.pid").unlink(missing_ok=True)
+
+
+def _why_ended(returncode: int, last_line: str) -> str:
+    if returncode < 0:
+        return f"it was ended by {signal.Signals(-returncode).name}"
+    return f"it ended with code {returncode}: {last_line or 'no output'}"

@@ -1,8 +1,8 @@
 """The node agent: one thread owns the residency machine, hears everything as events, and has its instructions carried out.
 
-Wires the machine to the loader and the host memory (`agent.moves`), to the lease socket, and to the state store: it takes plans from there,
-reports there, and writes there what it needs to go on after a crash. Its timers are its own, so what nobody uses leaves also when the
-controller is gone.
+Wires the machine to the loader and the host memory (`agent.moves`), to the lease socket, and by `agent.state_link` to the state store:
+plans come from there, its report goes there, and what it needs to go on after a crash. It waits for none of them, and its timers are its
+own: what nobody uses leaves also when controller and store are gone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from prefetcher.agent import client, protocol
 from prefetcher.agent.disk import DiskTier
 from prefetcher.agent.hostfolder import LockPolicy
 from prefetcher.agent.hostmem import HostArena
-from prefetcher.agent.kept import Kept
+from prefetcher.agent.kept import Kept, Snapshot
 from prefetcher.agent.lease_server import Grant, GrantedFile, Holder, LeaseServer
 from prefetcher.agent.manifest import Catalog, ModelSource, scan_models_folder
 from prefetcher.agent.moves import Moves
 from prefetcher.agent.orderbook import OrderBook
 from prefetcher.agent.report import LinkMeter, make_report
+from prefetcher.agent.state_link import StateLink
 from prefetcher.agent.uses import Uses
 from prefetcher.clock import Clock
 from prefetcher.controller import records
@@ -34,7 +35,7 @@ from prefetcher.core import events as ev
 from prefetcher.core.copies import NodeLimits
 from prefetcher.core.facts import RowSeen, RowServed, TransferEnded
 from prefetcher.core.residency import ResidencyMachine
-from prefetcher.core.types import Arm, Cause, ModelName, ModelVersion, NodeName, RequestSeen, Tier, WeightsKey
+from prefetcher.core.types import Arm, Cause, ModelName, ModelVersion, NodeName, Plan, RequestSeen, Tier, WeightsKey
 from prefetcher.core.value import price_per_byte_s
 from prefetcher.errors import (
     IntegrityError,
@@ -122,10 +123,8 @@ class Agent:
         self._book = OrderBook()
         self._uses = Uses(options.node, clock.speed)
         self._meter = LinkMeter(options.link_bytes_per_s, clock.now_s())
-        self._plan_due = True
         self._reported_at_s = -1e18
         self._changed = True
-        self._state_away = False
         self._load_started: dict[WeightsKey, float] = {}
         self.on_order_ended: Callable[[str, str], None] = lambda decision_id, outcome: None
         self.on_unannounced: Callable[[RequestSeen], None] = lambda row: None
@@ -142,7 +141,8 @@ class Agent:
             ).on_clock(clock.speed),
             seed=options.seed,
         )
-        self._kept = Kept(state, clock, self._machine, self._book, self._uses, self._meter)
+        self._kept = Kept(clock, self._machine, self._book, self._uses, self._meter)
+        self._link = StateLink(state, options.node, clock, self._plan_read, self._kept_settled, lambda exc: self.on_died("agent", exc))
 
     # --- life ---
 
@@ -177,13 +177,14 @@ class Agent:
         self._loop.start()
         self._scanner = threading.Thread(target=self._scan, name="catalog")
         self._scanner.start()
+        self._link.start()
 
     def _go_on(self, catalog: Catalog, adopted: Iterable[WeightsKey]) -> None:
         """Takes over what the last agent of this node wrote, then what is there now: memory, weights, the switch, pins."""
         switch, pins = self._state.read_many([records.SWITCH, records.PINS])
         on = switch is None or msgspec.json.decode(switch, type=records.Switch).on
         pinned = {ModelName(model) for model in msgspec.json.decode(pins, type=list[str])} if pins else set()
-        self._kept.restore()
+        self._kept.restore(self._state)
         self._machine.links.price_per_byte_s = price_per_byte_s(self._options.price_s_per_gb_h)
         self._machine.plans.switched_off = not on
         kept = frozenset((key, Tier.HOST) for key in adopted)
@@ -204,15 +205,16 @@ class Agent:
         for thread in (self._scanner, self._loop):
             if thread is not None:
                 thread.join()
-        if self._loop is not None:
-            try:
-                self._kept.save(self._totals())
-            except UnavailableError as exc:
-                log().error("ledger_not_saved", reason=str(exc), then="what happened since the last write is not counted")
+        last = None if self._loop is None else self._kept.snapshot(self._totals())
+        if not self._link.close(last):
+            log().error(
+                "ledger_not_saved",
+                reason="the state store did not take it in time",
+                then="what happened since the last write is not counted",
+            )
         if self._arena is not None:
             self._moves.close()
             self._arena.close()
-        self._state.delete([records.node_key(self._options.node, "report")])
 
     # --- the loop ---
 
@@ -242,7 +244,7 @@ class Agent:
                 self._moves.collect()
                 self._hear(ev.Ticked())
                 self._announce()
-            self._look_at_state()
+            self._tell_state()
         for wait in list(self._waits.values()):
             wait.done.set()
 
@@ -359,54 +361,38 @@ class Agent:
 
     def plan_written(self) -> None:
         """The controller wrote a plan."""
-        self._plan_due = True
-        self._post(lambda: None)
+        self._link.look()
 
-    def _look_at_state(self) -> None:
-        now_s = self._clock_real()
-        late = now_s - self._reported_at_s >= _REPORT_S
-        if not (late or self._plan_due or (self._changed and now_s - self._reported_at_s >= _TICK_S)):
-            return
-        if self._state_away and not late:
-            return
+    def _plan_read(self, raw: bytes) -> None:
         try:
-            self._read_plan()
-            self._report(now_s)
-            if self._kept.is_due():
-                self._kept.save(self._totals())
-            self._state_away = False
-        except UnavailableError as exc:
-            self._reported_at_s = now_s
-            if not self._state_away:
-                log().warning("state_away", reason=str(exc), then="the last plan and the agent's own timers go on")
-            self._state_away = True
-
-    def _read_plan(self) -> None:
-        self._plan_due = False
-        raw = self._state.read(records.node_key(self._options.node, "plan"))
-        if raw is None:
+            plan = records.decode_plan(raw)
+        except ValueError as exc:
+            self._metrics.skipped.labels(what="plan", reason="unreadable").inc()
+            log().error("plan_unreadable", reason=str(exc), then="the last plan goes on")
             return
-        plan = records.decode_plan(raw)
+        self._post(lambda: self._take_plan(plan))
+
+    def _take_plan(self, plan: Plan) -> None:
         if (plan.fence, plan.revision) > (self._machine.plans.fence, self._machine.plans.revision):
             self._hear(ev.PlanReceived(plan))
 
-    def _report(self, now_real_s: float) -> None:
+    def _kept_settled(self, snapshot: Snapshot, written: bool) -> None:
+        self._post(lambda: self._kept.settle(snapshot, written))
+
+    def _tell_state(self) -> None:
+        now_s = self._clock_real()
+        passed_s = now_s - self._reported_at_s
+        if passed_s >= _REPORT_S or (self._changed and passed_s >= _TICK_S and not self._link.away):
+            self._reported_at_s, self._changed = now_s, False
+            self._report()
+            if self._kept.is_due():
+                self._link.keep(self._kept.snapshot(self._totals()))
+
+    def _report(self) -> None:
         assert self._arena is not None
-        self._reported_at_s, self._changed = now_real_s, False
-        node = self._options.node
-        report = make_report(
-            self._machine,
-            self._meter,
-            self._arena,
-            self._moves,
-            self._clock.now_s(),
-            self._problems(),
-        )
-        items = {records.node_key(node, "report"): records.encode(report)}
-        self._state.write(items, expire_s=records.REPORT_EXPIRES_S)
+        report = make_report(self._machine, self._meter, self._arena, self._moves, self._clock.now_s(), self._problems())
         totals = self._totals()
-        if not self._kept.changed:
-            self._state.write({records.node_key(node, "totals"): records.encode(totals)})
+        self._link.show(records.encode(report), records.encode(totals) if self._kept.all_written else None)
         usage = self._arena.usage()
         for use in ("budget", "loading", "published", "lingering", "locked", "allocated"):
             self._metrics.host.labels(use=use).set(getattr(usage, f"{use}_bytes"))

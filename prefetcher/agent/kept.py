@@ -1,12 +1,12 @@
-"""What outlives an agent's process: its ledger and residency machine, written to the state store together and taken over at the next start.
+"""What outlives an agent's process: its ledger and residency machine, kept in the state store together and taken over at the next start.
 
-Written often enough that a crash costs a second of counting, and seldom enough that a large node does little else. Covers neither plans nor
-reports, and no bytes of weights. Times of the pace are the machine's seconds.
+Snapshots are made often enough that a crash costs a second of counting, and seldom enough that a large node does little else; `state_link`
+writes them. Covers neither plans nor reports, and no bytes of weights. Times of the pace are the machine's seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,13 +23,13 @@ from prefetcher.errors import InputError
 from prefetcher.ports import StateStore
 from prefetcher.telemetry.logs import log
 
-__all__ = ["Kept", "LedgerState", "MachineState"]
+__all__ = ["Kept", "LedgerState", "MachineState", "Snapshot"]
 
-#: Between writes when something happened.
+#: Between snapshots when something happened.
 _SAVE_S = 1.0
-#: Between writes when only time passed: at most so much of what is held goes uncounted after a crash.
+#: Between snapshots when only time passed: at most so much of what is held goes uncounted after a crash.
 _SAVE_IDLE_S = 10.0
-#: A write takes at most a twentieth of the agent's time, however large the node is.
+#: A snapshot takes at most a twentieth of the agent's time, however large the node is.
 _SAVE_SHARE = 20.0
 #: A snapshot from further ahead was made by a clock that was wrong; the machine's time would stand still until then.
 _AHEAD_S = 60.0
@@ -50,6 +50,14 @@ class MachineState(msgspec.Struct):
     link: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Ledger, machine and totals of one instant by key, to be written at once; then the orders that are `untold`, oldest change first."""
+
+    items: Mapping[str, bytes]
+    untold: Sequence[OrderRecord]
+
+
 _State = TypeVar("_State", LedgerState, MachineState)
 
 
@@ -62,15 +70,15 @@ def _decode(raw: bytes, kind: type[_State]) -> _State:
 
 @dataclass(slots=True)
 class Kept:
-    """The parts of an agent that are kept. `changed` is set by whoever changes one of them."""
+    """The parts of an agent that are kept, in its loop alone. `changed` is set by whoever changes one of them."""
 
-    state: StateStore
     clock: Clock
     machine: ResidencyMachine
     book: OrderBook
     uses: Uses
     meter: LinkMeter
     changed: bool = True
+    _unsettled: bool = False
     _saved_at_s: float = -1e18
     _due_s: float = -1e18
 
@@ -79,13 +87,13 @@ class Kept:
 
     # --- taking over ---
 
-    def restore(self) -> None:
+    def restore(self, state: StateStore) -> None:
         """Takes over what was written last. What can't be read starts empty, which is an error in the log.
 
         Raises:
             UnavailableError: the state store does not answer.
         """
-        ledger, machine = self.state.read_many([self.key("ledger"), self.key("machine")])
+        ledger, machine = state.read_many([self.key("ledger"), self.key("machine")])
         now_s = self.clock.now_s()
         if ledger is not None:
             self._try("ledger", lambda: self._restore_ledger(ledger, now_s))
@@ -118,25 +126,38 @@ class Kept:
     def _real_s(self) -> float:
         return self.clock.steady_s() / self.clock.speed
 
+    @property
+    def all_written(self) -> bool:
+        """Whether nothing but time passed since what was written last."""
+        return not (self.changed or self._unsettled)
+
     def is_due(self) -> bool:
+        """Whether to make a snapshot; never before it is known what became of the last one."""
         now_s = self._real_s()
-        return now_s >= self._due_s and (self.changed or bool(self.book.untold) or now_s - self._saved_at_s >= _SAVE_IDLE_S)
+        if self._unsettled or now_s < self._due_s:
+            return False
+        return self.changed or bool(self.book.untold) or now_s - self._saved_at_s >= _SAVE_IDLE_S
 
-    def save(self, totals: Mapping[str, Any]) -> None:
-        """Writes ledger, machine and `totals` at once: what was shown is never taken back by a crash. Orders are told on after that.
-
-        Raises:
-            UnavailableError: the state store does not answer; what was not written is written the next time.
-        """
+    def snapshot(self, totals: Mapping[str, Any]) -> Snapshot:
+        """Ledger, machine and `totals` as they are: written together, so that what was shown is never taken back by a crash."""
         started_s = self._real_s()
         self.book.forget(self.clock.now_s())
+        # While the store is away orders pile up here; more than its list holds would push each other out of it.
+        self.book.told(list(self.book.untold.values())[: -records.ORDERS_KEPT])
         untold = list(self.book.untold.values())
         ledger = LedgerState(msgspec.Raw(self.book.ledger.encoded()), untold, self.uses.snapshot())
         machine = MachineState(msgspec.Raw(self.machine.encoded()), self.meter.snapshot())
         parts = {"ledger": ledger, "machine": machine, "totals": totals}
-        self.state.write({self.key(what): records.encode(part) for what, part in parts.items()})
-        self.changed = False
-        self.state.append(self.key("orders"), [records.encode(order) for order in untold], records.ORDERS_KEPT)
-        self.book.told(untold)
+        items = {self.key(what): records.encode(part) for what, part in parts.items()}
+        self.changed, self._unsettled = False, True
         self._saved_at_s = self._real_s()
         self._due_s = self._saved_at_s + max(_SAVE_S, _SAVE_SHARE * (self._saved_at_s - started_s))
+        return Snapshot(items, untold)
+
+    def settle(self, snapshot: Snapshot, written: bool) -> None:
+        """Says what became of a snapshot; what was not written comes with the next one."""
+        self._unsettled = False
+        if written:
+            self.book.told(snapshot.untold)
+        else:
+            self.changed = True
