@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prefetcher.errors import UnavailableError
 from prefetcher.ports import StateStore
 from prefetcher_connectors.memory import MemoryState
-from prefetcher_connectors.redis import EmbeddedServer, RedisState
+from prefetcher_connectors.redis import HURRIED_S, EmbeddedServer, RedisState
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +112,7 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
         assert child.stdout is not None
         pid = int(child.stdout.readline())
         os.kill(child.pid, signal.SIGKILL)
-    for _ in range(500):
-        try:
-            os.kill(pid, 0)
-            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                break
-        except (ProcessLookupError, FileNotFoundError):
-            break
-        threading.Event().wait(0.01)
-    else:
-        pytest.fail("the server outlived its parent")
+    _eventually(lambda: _is_gone(pid))
 
 
 def test_no_server_there() -> None:
@@ -128,3 +120,129 @@ def test_no_server_there() -> None:
         RedisState("redis://127.0.0.1:1/0")
     with pytest.raises(UnavailableError, match="no address"):
         RedisState("nonsense")
+
+
+def _pid(server: EmbeddedServer) -> int:
+    assert server._process is not None
+    return server._process.pid
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    made = EmbeddedServer(tmp_path / "state")
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_a_server_that_hangs_is_given_up_and_used_again(own: EmbeddedServer) -> None:
+    store = RedisState(own.url, HURRIED_S)
+    store.write({key("a"): b"1"})
+    os.kill(_pid(own), signal.SIGSTOP)
+    try:
+        for _ in range(2):  # with the connection that it has, and with a new one
+            with pytest.raises(UnavailableError, match="does not answer") as caught:
+                store.read(key("a"))
+            assert caught.value.retry_after_s > 0
+    finally:
+        os.kill(_pid(own), signal.SIGCONT)
+    assert store.read(key("a")) == b"1"
+    store.close()
+
+
+class Kept:
+    """A server that is kept, and what was told of it."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self.restarted: list[str] = []
+        self.failed: list[str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=server.keep, args=(self._stop, self.restarted.append, self.failed.append))
+        self._thread.start()
+
+    def end(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def _eventually(what: Callable[[], Any]) -> Any:
+    never = threading.Event()
+    for _ in range(600):
+        found = what()
+        if found:
+            return found
+        never.wait(0.05)
+    pytest.fail("it did not happen in time")
+
+
+def test_a_server_that_is_killed_comes_back_with_what_it_had_answered_for(own: EmbeddedServer) -> None:
+    store, kept = RedisState(own.url, why_away=own.why_away), Kept(own)
+    try:
+        for i in range(3):
+            store.write({key("a"): str(i).encode()})
+            store.append(key("list"), [str(i).encode()], keep=10)
+            assert store.write_fenced(key("fence"), i, {key("b"): b"fenced"})
+            before = _pid(own)
+            os.kill(before, signal.SIGKILL)
+            _eventually(lambda i=i: len(kept.restarted) == i + 1)
+            assert own.why_away() == ""
+            assert _pid(own) != before
+            assert store.read_many([key("a"), key("b")]) == [str(i).encode(), b"fenced"]
+        assert store.tail(key("list"), 10) == [b"0", b"1", b"2"]
+        assert kept.restarted == ["it was ended by SIGKILL"] * 3
+        assert kept.failed == []
+        os.kill(_pid(own), signal.SIGTERM)
+        _eventually(lambda: len(kept.restarted) == 4)
+        assert kept.restarted[-1].startswith("it ended with code 0: ")
+    finally:
+        kept.end()
+        store.close()
+    own.stop()
+    with pytest.raises(UnavailableError):
+        RedisState(own.url)
+
+
+def test_a_server_that_does_not_come_back_says_why_until_it_does(own: EmbeddedServer, tmp_path: Path) -> None:
+    store, kept = RedisState(own.url, why_away=own.why_away), Kept(own)
+    try:
+        store.write({key("a"): b"kept"})
+        listed = tmp_path / "state" / "appendonlydir" / "appendonly.aof.manifest"
+        good = listed.read_bytes()
+        listed.write_bytes(b"nonsense\n")
+        os.kill(_pid(own), signal.SIGKILL)
+        _eventually(lambda: kept.failed)
+        with pytest.raises(UnavailableError, match=r"the embedded state server ended; it is being started again.*did not start"):
+            store.read(key("a"))
+        listed.write_bytes(good)
+        _eventually(lambda: kept.restarted)
+        assert store.read(key("a")) == b"kept"
+        assert (len(kept.failed), kept.restarted) == (1, ["it was ended by SIGKILL"])
+    finally:
+        kept.end()
+        store.close()
+
+
+def test_a_restarted_server_ends_with_its_process_too(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import os, sys, threading; from pathlib import Path; from prefetcher_connectors.redis import EmbeddedServer\n"
+        "s = EmbeddedServer(Path(sys.argv[1])); s.start(); told = threading.Event()\n"
+        "threading.Thread(target=s.keep, args=(threading.Event(), lambda reason: told.set(), print)).start()\n"
+        "os.kill(s._process.pid, 9); told.wait(); print(s._process.pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "s")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        pid = int(child.stdout.readline())
+        os.kill(child.pid, signal.SIGKILL)
+    _eventually(lambda: _is_gone(pid))
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return True

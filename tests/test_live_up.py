@@ -414,3 +414,63 @@ def test_nobody_answers() -> None:
     done = cli("status", "--once", "--url", "http://127.0.0.1:1")
     assert done.returncode == 1
     assert done.stderr.startswith("error: nobody answers")
+
+
+def test_a_state_server_that_is_killed_is_answered_for_and_comes_back(make: Callable[..., Running]) -> None:
+    up = make()
+    folder = up.folder / "state" / "state"
+    post(up.url, "/v1/models/m1:pin")
+    post(up.url, "/v1/off")
+    up.post_requests([{"model": "m0"}])
+    before = eventually(lambda: (totals := get(up.url, "/v1/report")).get("rows") == 1 and totals)
+    # It can't be started again while its files are not as it left them.
+    listed = folder / "appendonlydir" / "appendonly.aof.manifest"
+    good = listed.read_bytes()
+    listed.write_bytes(b"nonsense\n")
+    os.kill(int((folder / "server.pid").read_text()), signal.SIGKILL)
+    eventually(lambda: [e for e in up.events() if e["event"] == "state_server_not_restarted"])
+    for path in ("/v1/status", "/v1/report", "/healthz"):
+        with pytest.raises(urllib.error.HTTPError) as caught, urllib.request.urlopen(up.url + path, timeout=10):
+            pass
+        with caught.value as answer:
+            assert answer.code == 503
+            assert int(answer.headers["Retry-After"]) >= 1
+            assert "the embedded state server ended; it is being started again" in json.load(answer)["detail"]
+    with prefetcher.open("m1", socket_path=up.socket_path) as opened:
+        assert (opened.source, opened.found) == ("host", "ready")
+    assert up.post_requests([{"model": "m2"}])[0] == 202
+    listed.write_bytes(good)
+    restarted = eventually(lambda: [e for e in up.events() if e["event"] == "state_server_restarted"])
+    assert restarted[0]["reason"] == "it was ended by SIGKILL"
+    status = eventually(lambda: get(up.url, "/v1/status"))
+    assert not status["prefetching"]
+    assert [h["model"] for h in status["node"]["held"] if h["pinned"]] == ["m1"]
+    eventually(lambda: up.counted(before["rows"] + 2))
+    up.end(signal.SIGKILL)
+    up.start()
+    assert eventually(lambda: (up.held("m1") or {}).get("pinned"))
+    assert not get(up.url, "/v1/status")["prefetching"]
+    assert up.end() == 0
+
+
+def test_while_the_state_server_hangs_weights_are_handed_out_and_questions_are_refused(make: Callable[..., Running]) -> None:
+    up = make()
+    with prefetcher.open("m0", socket_path=up.socket_path):
+        pass
+    pid = int((up.folder / "state" / "state" / "server.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for path in ("/v1/status", "/healthz", "/v1/orders"):
+            with pytest.raises(UnavailableError, match="does not answer"):
+                get(up.url, path)
+        with prefetcher.open("m0", socket_path=up.socket_path, timeout_s=20.0) as opened:
+            assert opened.found == "ready"
+        assert up.post_requests([{"model": "m1"}])[0] == 202
+        eventually(lambda: [e for e in up.events() if e["event"] == "state_away"])
+        with prefetcher.open("m0", socket_path=up.socket_path, timeout_s=20.0) as opened:
+            assert opened.found == "ready"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    eventually(lambda: get(up.url, "/v1/report")["opens"] == 3)
+    eventually(lambda: (up.held("m1") or {}).get("state") == "ready")
+    assert up.end() == 0

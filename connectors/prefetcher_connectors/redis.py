@@ -45,6 +45,16 @@ if held > tonumber(ARGV[1]) then return 0 end
 for i = 1, #KEYS do redis.call('SET', KEYS[i], ARGV[i]) end
 return 1
 """
+#: A lease is its holder's name, with an end.
+_LEASE = """
+local held = redis.call('GET', KEYS[1])
+if held and held ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_DROP = "if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end"
+#: How soon a listener notices that it is to stop.
+_LISTEN_S = 0.2
 #: Runs the rest of its arguments so that they end with the thread that started them. `argv[1]` is the parent: it may be gone by now. 1 is
 #: PR_SET_PDEATHSIG, which outlasts exec. A process of its own does that, because nothing may run between fork and exec in a process with
 #: threads.
@@ -90,6 +100,8 @@ class RedisState:
                 f"{url!r} is no address of a state server ({exc}); write redis://host:port/0"
             ) from exc
         self._fenced = self._redis.register_script(_FENCED)
+        self._lease = self._redis.register_script(_LEASE)
+        self._drop = self._redis.register_script(_DROP)
         with self._answering():
             self._redis.ping()
 
@@ -145,6 +157,34 @@ class RedisState:
         with self._answering():
             self._redis.delete(*keys)
 
+    def take_lease(self, key: str, holder: str, ttl_s: float) -> bool:
+        with self._answering():
+            return bool(self._lease(keys=[key], args=[holder, max(1, round(ttl_s * 1000))]))
+
+    def drop_lease(self, key: str, holder: str) -> None:
+        with self._answering():
+            self._drop(keys=[key], args=[holder])
+
+    def see(self, key: str, member: str, at_s: float) -> None:
+        with self._answering():
+            self._redis.zadd(key, {member: at_s})
+
+    def members(self, key: str, since_s: float) -> list[str]:
+        with self._answering():
+            return sorted(name.decode() for name in cast("list[bytes]", self._redis.zrangebyscore(key, since_s, "+inf")))
+
+    def publish(self, channel: str, message: bytes) -> None:
+        with self._answering():
+            self._redis.publish(channel, message)
+
+    def listen(self, channels: Sequence[str], hear: Callable[[str, bytes], None], stop: threading.Event) -> None:
+        with contextlib.suppress(redis.RedisError), cast("Any", self._redis).pubsub(ignore_subscribe_messages=True) as heard:
+            heard.subscribe(*channels)
+            while not stop.is_set():
+                message = heard.get_message(timeout=_LISTEN_S)
+                if message is not None:
+                    hear(message["channel"].decode(), message["data"])
+
     def close(self) -> None:
         self._redis.close()
 
@@ -194,6 +234,8 @@ class EmbeddedServer:
         """Starts the server and returns when it answers, or when `stop` is set."""
         stop = stop or threading.Event()
         self._wait_for_the_last_one(timeout_s, stop)
+        if self._process is not None:
+            self._process.poll()  # reaps it
         # fmt: off
         command = [
             _find_server(), "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700",
