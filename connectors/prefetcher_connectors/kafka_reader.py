@@ -1,0 +1,235 @@
+"""The reader of `kafka`: one consumer that reads from where its owner says, alone or as a member of a group.
+
+Positions that the broker keeps for the group are for lag monitors only: the owner's count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import kafka.errors as errors
+import structlog
+from kafka import ConsumerRebalanceListener, KafkaConsumer, OffsetAndMetadata, TopicPartition
+
+from prefetcher.clock import SystemClock
+from prefetcher.errors import PrefetcherError, UnavailableError
+from prefetcher.ports import Chunk, Partition, Positions, Topic
+
+__all__ = ["KafkaReader"]
+
+#: The longest that the consumer waits in one go: partitions that were given to this member meanwhile are begun after it.
+_SLICE_S = 0.1
+#: After so long without a record the broker is asked whether it is there, and given the other time to answer.
+_SILENCE_S = 2.0
+_ANSWER_S = 1.0
+#: How often the list of partitions, which the client keeps fresh, is compared with those that are read.
+_LOOK_S = 0.5
+#: Closing: for leaving the group.
+_CLOSE_S = 2.0
+
+_clock = SystemClock()
+
+
+class KafkaReader:
+    """A `StreamReader` on `consumer`, which it closes. `names`: topics by their names at the broker."""
+
+    def __init__(
+        self,
+        consumer: KafkaConsumer,
+        names: Mapping[str, Topic],
+        error: Callable[[errors.KafkaError, str], PrefetcherError],
+        brokers: str,
+        start: Callable[[Sequence[Partition]], Positions],
+        revoked: Callable[[Sequence[Partition]], None],
+        *,
+        shared: bool,
+    ) -> None:
+        self._consumer = consumer
+        self._names = dict(names)
+        self._topics = {topic: name for name, topic in names.items()}
+        self._error = error
+        self._brokers = brokers
+        self._start = start
+        self._revoked = revoked
+        self._shared = shared
+        self._log = structlog.get_logger()
+        #: Partitions that are assigned and still have no position: paused, at offset 0.
+        self._new: set[TopicPartition] = set()
+        self._paused: set[Topic] = set()
+        #: After what was polled last; a partition that is read from its oldest record is not in it before its first one.
+        self._next: dict[TopicPartition, int] = {}
+        self._heard_s = self._looked_s = _clock.steady_s() - _SILENCE_S
+        self._closed = False
+        if shared:
+            consumer.subscribe(list(self._names), listener=_Listener(self))
+
+    def _partition(self, at: TopicPartition) -> Partition:
+        return Partition(self._names[at.topic], at.partition)
+
+    def _at(self, partition: Partition) -> TopicPartition:
+        return TopicPartition(self._topics[partition.topic], partition.number)
+
+    def poll(self, limit: int, timeout_s: float) -> Sequence[Chunk]:
+        until_s = _clock.steady_s() + timeout_s
+        while True:
+            left_s = until_s - _clock.steady_s()
+            try:
+                if not self._shared:
+                    self._look()
+                if self._new:
+                    self._begin()
+                found = self._consumer.poll(timeout_ms=max(0.0, min(left_s, _SLICE_S)) * 1000, max_records=limit)
+            except errors.OffsetOutOfRangeError as exc:
+                return [self._out_of_range(at, asked) for at, asked in exc.args[0].items()]
+            except errors.LogTruncationError as exc:
+                return [self._truncated(at, kept) for at, kept in exc.divergent_offsets.items()]
+            except errors.KafkaError as exc:
+                if isinstance(exc.__cause__, PrefetcherError):
+                    raise exc.__cause__  # what `revoked` raised
+                raise self._error(exc, f"reading {', '.join(self._names)}") from exc
+            if found:
+                self._heard_s = _clock.steady_s()
+                return [self._chunk(at, records) for at, records in found.items()]
+            if _clock.steady_s() >= until_s and not self._new:
+                if _clock.steady_s() - self._heard_s > _SILENCE_S:
+                    self._ends()
+                return ()
+
+    def _chunk(self, at: TopicPartition, records: Sequence[Any]) -> Chunk:
+        self._next[at] = after = records[-1].offset + 1
+        # A record without a value is a tombstone of a compacted topic.
+        return Chunk(self._partition(at), [record.offset for record in records], [record.value or b"" for record in records], after)
+
+    def _look(self) -> None:
+        """Takes up partitions that were added."""
+        now_s = _clock.steady_s()
+        if now_s - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now_s
+        there = {TopicPartition(name, number) for name in self._names for number in self._consumer.partitions_for_topic(name)}
+        had = self._consumer.assignment()
+        if there - had:
+            self._consumer.assign(sorted(there | had))
+            self._given(there - had)
+
+    def _given(self, partitions: Iterable[TopicPartition]) -> None:
+        """Holds new partitions until the owner has said where to begin. In a group, the client's own thread is here."""
+        for at in partitions:
+            self._consumer.pause(at)
+            self._consumer.seek(at, 0)
+            self._new.add(at)
+
+    def _begin(self) -> None:
+        new = sorted(self._new)
+        positions = self._start([self._partition(at) for at in new])
+        for at in new:
+            if at not in self._consumer.assignment():
+                continue
+            position = positions.get(self._partition(at))
+            if position is None:
+                self._next.pop(at, None)
+                self._consumer.seek_to_beginning(at)
+            else:
+                self._next[at] = max(0, position)
+                self._consumer.seek(at, max(0, position))
+            if self._names[at.topic] not in self._paused:
+                self._consumer.resume(at)
+        self._new.difference_update(new)
+
+    def _taken(self, partitions: Iterable[TopicPartition]) -> None:
+        """In a group: the client's own thread, while the owner's waits in `poll`."""
+        begun = [at for at in sorted(partitions) if at not in self._new]
+        self._new.difference_update(partitions)
+        for at in partitions:
+            self._next.pop(at, None)
+        if begun and not self._closed:
+            self._revoked([self._partition(at) for at in begun])
+
+    def _out_of_range(self, at: TopicPartition, asked: int) -> Chunk:
+        """Goes on with the oldest record kept."""
+        try:
+            oldest = self._consumer.beginning_offsets([at], timeout_ms=_ANSWER_S * 1000)[at]
+            end = self._consumer.end_offsets([at], timeout_ms=_ANSWER_S * 1000)[at]
+        except errors.KafkaError as exc:
+            raise self._error(exc, f"reading {at.topic}/{at.partition} from {asked}") from exc
+        facts = {"topic": at.topic, "partition": at.partition, "asked": asked, "oldest": oldest, "end": end, "brokers": self._brokers}
+        if asked > end:
+            self._log.warning("stream_made_anew", **facts)
+        else:
+            self._log.warning("records_lost", lost=max(0, oldest - asked), **facts)
+        go_on = asked if oldest <= asked <= end else oldest
+        self._consumer.seek(at, go_on)
+        self._next[at] = go_on
+        return Chunk(self._partition(at), (), (), go_on, lost=max(0, oldest - asked))
+
+    def _truncated(self, at: TopicPartition, kept: OffsetAndMetadata | None) -> Chunk:
+        """A new leader has fewer records than were read: goes on where both agree."""
+        go_on = kept.offset if kept is not None else self._consumer.beginning_offsets([at], timeout_ms=_ANSWER_S * 1000)[at]
+        self._log.warning("stream_cut", topic=at.topic, partition=at.partition, read=self._next.get(at), kept=go_on, brokers=self._brokers)
+        self._consumer.seek(at, go_on)
+        self._next[at] = go_on
+        return Chunk(self._partition(at), (), (), go_on)
+
+    def _ends(self) -> dict[TopicPartition, int]:
+        """Where the partitions end; whether anybody answers."""
+        asked = sorted(self._consumer.assignment()) or [TopicPartition(next(iter(self._names)), 0)]
+        try:
+            ends: dict[TopicPartition, int] = self._consumer.end_offsets(asked, timeout_ms=_ANSWER_S * 1000)
+        except errors.KafkaTimeoutError as exc:
+            raise UnavailableError(f"{self._brokers} does not answer; asked for the ends of {', '.join(self._names)}") from exc
+        except errors.KafkaError as exc:
+            raise self._error(exc, f"reading {', '.join(self._names)}") from exc
+        self._heard_s = _clock.steady_s()
+        return ends
+
+    def pause(self, topics: Sequence[Topic]) -> None:
+        self._paused.update(topics)
+        self._consumer.pause(*[at for at in self._consumer.assignment() if self._names[at.topic] in self._paused])
+
+    def resume(self, topics: Sequence[Topic]) -> None:
+        self._paused.difference_update(topics)
+        self._consumer.resume(
+            *[at for at in self._consumer.assignment() if self._names[at.topic] not in self._paused and at not in self._new]
+        )
+
+    def done(self, positions: Positions) -> None:
+        offsets = {self._at(partition): OffsetAndMetadata(offset, "", -1) for partition, offset in positions.items()}
+        with contextlib.suppress(errors.KafkaError):  # best effort: what fails now is done with the next one
+            self._consumer.commit_async(offsets)
+
+    def lag(self) -> Mapping[Partition, int]:
+        had = self._consumer.assignment() - self._new
+        if not had:
+            return {}
+        ends = self._ends()
+        behind: dict[Partition, int] = {}
+        for at in had:
+            position = self._next.get(at)
+            if position is None:
+                position = self._consumer.position(at, timeout_ms=_ANSWER_S * 1000)
+            if at in ends and position is not None:
+                behind[self._partition(at)] = max(0, ends[at] - position)
+        return behind
+
+    def close(self) -> None:
+        self._closed = True
+        with contextlib.suppress(errors.KafkaError):
+            self._consumer.close(autocommit=False, timeout_ms=_CLOSE_S * 1000)
+
+
+class _Listener(ConsumerRebalanceListener):  # type: ignore[misc]
+    """What the client says of partitions, in its own thread, while `poll` waits."""
+
+    def __init__(self, reader: KafkaReader) -> None:
+        self._reader = reader
+
+    def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
+        self._reader._given(assigned)
+
+    def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
+        self._reader._taken(revoked)
+
+    def on_partitions_lost(self, lost: Iterable[TopicPartition]) -> None:
+        self._reader._taken(lost)
