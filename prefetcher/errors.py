@@ -39,7 +39,13 @@ __all__ = [
     "UnsafeFormatError",
     "UsageError",
     "WeightsError",
+    "shortened",
 ]
+
+
+def shortened(text: str, most: int = 80) -> str:
+    """`text` as a message may echo it: names and values that others wrote are cut after `most` characters."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 class PrefetcherError(Exception):

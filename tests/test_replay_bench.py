@@ -76,5 +76,9 @@ def test_what_is_no_suite_is_named(suite: Path) -> None:
     (suite / "bad.json").write_text("[]")
     with pytest.raises(InputError, match=r"bad\.json"):
         policies.run(suite / "x.json", suite=suite / "bad.json", traces=suite)
+    for ratio in ("NaN", "Infinity", "-1", "0", "1e300"):
+        (suite / "bad.json").write_text(f'{{"points": [{{"trace": "other", "capacity_ratio": [{ratio}]}}]}}')
+        with pytest.raises(UsageError, match="--capacity-ratio"):
+            policies.run(suite / "x.json", suite=suite / "bad.json", traces=suite)
     with pytest.raises(UsageError, match="--suite"):
         policies.run(suite / "x.json")

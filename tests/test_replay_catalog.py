@@ -44,6 +44,8 @@ def test_catalogs_of_every_shape(tmp_path: Path, text: str) -> None:
         ("name,size\na,5\n", "expected the columns model and bytes, found name, size"),
         ("model,bytes\na\n", "catalog:2: expected 2 columns"),
         ("model,bytes\na,many\n", "catalog:2: model 'a' has bytes 'many'"),
+        ("model,bytes,bytes\na,1,2\n", "catalog:1: has the column 'bytes' 2 times"),
+        (f"model,bytes\n{'a' * 100_000},many\n", r"a… \(100,002 characters\) has bytes 'many'"),
         ("", "found nothing"),
     ],
 )
@@ -99,11 +101,13 @@ def test_load_times_fill_what_they_name(tmp_path: Path) -> None:
     assert read_load_times(tmp_path / "times.json", ["a", "b"])[0] == 1.0
     with pytest.raises(InputError, match="none of the log's models"):
         read_load_times(path, ["a"])
-    path.write_text("model,seconds\nb,-1\n")
-    with pytest.raises(InputError, match=r"times\.csv:2: model 'b' has seconds '-1'"):
-        read_load_times(path, ["b"])
+    for wrong in ("-1", "0", "nan", "inf", "1e300", "86401"):
+        path.write_text(f"model,seconds\nb,{wrong}\n")
+        with pytest.raises(InputError, match=rf"times\.csv:2: model 'b' has seconds '{wrong}'"):
+            read_load_times(path, ["b"])
 
 
 def test_long_lists_of_names_are_cut() -> None:
     assert first_few(["a", "b"]) == "a, b"
+    assert first_few(["x" * 1000]) == f"{'x' * 80}… (1,000 characters)"
     assert first_few([str(i) for i in range(1200)], 2) == "0, 1 and 1,198 more"

@@ -138,16 +138,57 @@ def test_parquet_timestamps_keep_their_instant(tmp_path: Path) -> None:
 
 
 def test_times_without_a_zone_are_read_in_the_named_one_and_clock_changes_by_rule(tmp_path: Path) -> None:
-    log = write(
-        tmp_path / "log.csv",
-        "ts,model\n2024-03-31T01:59:59,a\n2024-03-31T02:30:00,a\n2024-03-31T03:00:00,a\n2024-10-27T02:30:00,a\n2024-10-27T03:00:00Z,a\n",
-    )
-    trace = read(log, tz="Europe/Berlin")
+    spring = write(tmp_path / "spring.csv", "ts,model\n2024-03-31T01:59:59,a\n2024-03-31T02:30:00,a\n2024-03-31T03:00:00,a\n")
+    trace = read(spring, tz="Europe/Berlin")
     change = 1711846800.0  # 01:00 UTC, when 02:00 became 03:00
-    assert trace.ts.tolist() == [change - 1, change, change, 1729989000.0, 1729998000.0]
-    assert trace.problems.counts == {"ambiguous_ts": 1, "skipped_ts": 1}
-    assert trace.zoneless == 4
-    assert read(log).ts[0] == 1711850399.0
+    assert trace.ts.tolist() == [change - 1, change, change]
+    assert (trace.problems.counts, trace.zoneless) == ({"skipped_ts": 1}, 3)
+    assert read(spring).ts[0] == 1711850399.0
+    autumn = read(write(tmp_path / "autumn.csv", "ts,model\n2024-10-27T02:30:00,a\n2024-10-27T03:00:00Z,a\n"), tz="Europe/Berlin")
+    assert autumn.ts.tolist() == [1729989000.0, 1729998000.0]
+    assert (autumn.problems.counts, autumn.zoneless) == ({"ambiguous_ts": 1}, 1)
+
+
+def test_rows_that_a_long_silence_parts_from_most_others_are_named_and_left_out(tmp_path: Path) -> None:
+    day = 86_400
+    times = [1_000_000_000, 1_700_000_000, 1_700_000_000 + 30 * day, 1_700_000_000 + 30 * day + 1, 1_700_000_000 + 61 * day]
+    text = "ts,model\n" + "".join(f"{t},{model}\n" for t, model in zip(times, "cabac", strict=True))
+    trace = read(write(tmp_path / "log.csv", text), catalog=None, default_bytes=1)
+    assert trace.ts.tolist() == times[1:4]
+    assert trace.models == ["a", "b"]
+    assert trace.problems.counts == {"apart": 2}
+    (said,) = trace.problems.lines()
+    assert "line 2: 8,102 days before the others; line 6: 31 days after the others" in said
+    with pytest.raises(InputError, match=r"log\.csv:2: 2 problems under --strict"):
+        read(tmp_path / "log.csv", strict=True)
+    # Of stretches of the same length the newest is replayed.
+    equal = read(write(tmp_path / "equal.csv", f"ts,model\n{times[0]},a\n{times[1]},a\n"))
+    assert equal.ts.tolist() == [times[1]]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_column_that_is_there_twice_is_refused_when_it_is_read(tmp_path: Path, kind: str) -> None:
+    def log(names: list[str]) -> Path:
+        path = tmp_path / f"log.{kind}"
+        values = ["1700000000", "a", "b"]
+        if kind == "csv":
+            return write(path, f"{','.join(names)}\n{','.join(values)}\n")
+        pq.write_table(pa.Table.from_arrays([pa.array([v]) for v in values], names), path)
+        return path
+
+    with pytest.raises(InputError, match="has the column 'model' 2 times"):
+        read(log(["ts", "model", "model"]))
+    assert len(read(log(["ts", "model", "other"]))) == 1
+    if kind == "csv":
+        assert len(read(write(tmp_path / "more.csv", "ts,model,x,x\n1700000000,a,1,2\n"))) == 1
+
+
+def test_messages_cut_what_others_named(tmp_path: Path) -> None:
+    log = write(tmp_path / "log.csv", f"ts,model\n1700000000,{'x' * 100_000}\n")
+    with pytest.raises(InputError, match=r"x… \(100,000 characters\)") as caught:
+        read(log)
+    assert len(str(caught.value)) < 500
+    assert len(read(log, default_bytes=1).problems.lines()[0]) < 300
     with pytest.raises(SettingsError, match="no time zone is called 'Mars/Olympus'"):
         read(log, tz="Mars/Olympus")
 

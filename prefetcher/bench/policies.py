@@ -14,7 +14,7 @@ from prefetcher.errors import InputError, UsageError
 from prefetcher.replay.frontier import FrontierPoint, lower_hull, read_hull
 from prefetcher.replay.ours import score_blocks
 from prefetcher.replay.policies import OURS
-from prefetcher.replay.run import FRONTIER_FACTORS, Simulation
+from prefetcher.replay.run import FRONTIER_FACTORS, Simulation, check_figures
 from prefetcher.replay.trace import read_trace
 
 __all__ = ["run"]
@@ -50,9 +50,12 @@ def run(
         raise UsageError("bench policies needs --suite FILE and --traces DIR")
     try:
         plan = json.loads(Path(suite).read_text(encoding="utf-8"))
-        wanted = [(p["trace"], ratio) for p in plan["points"] for ratio in p["capacity_ratio"]]
+        wanted = [(str(p["trace"]), float(ratio)) for p in plan["points"] for ratio in p["capacity_ratio"]]
+        link_bytes_per_s, warmup_ratio = float(plan.get("link_bytes_per_s", 3.5e9)), float(plan.get("warmup_ratio", 0.3))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError("is no suite: expected JSON with points of {trace, capacity_ratio: […]}", path=str(suite)) from error
+    for _, ratio in wanted:
+        check_figures(ratio, None, link_bytes_per_s, warmup_ratio)
     names = [n for n in policy.split(",") if n] if policy else [*PEERS, *SIMPLE, *REFERENCES, OURS]
     only = set(trace.split(",")) if trace else None
     tell = say or (lambda text: print(text, flush=True))
@@ -68,8 +71,8 @@ def run(
         simulation = Simulation(
             loaded,
             ratio * float(loaded.bytes_.sum()),
-            link_bytes_per_s=float(plan.get("link_bytes_per_s", 3.5e9)),
-            warmup_ratio=float(plan.get("warmup_ratio", 0.3)),
+            link_bytes_per_s=link_bytes_per_s,
+            warmup_ratio=warmup_ratio,
             blocks=blocks,
         )
         points.append(_point(simulation, name, ratio, names))

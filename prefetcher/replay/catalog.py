@@ -16,20 +16,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.errors import InputError
+from prefetcher.errors import InputError, shortened
 
-__all__ = ["first_few", "read_catalog", "read_load_times", "sizes_of_folder"]
+__all__ = ["first_few", "read_catalog", "read_load_times", "refuse_repeated", "sizes_of_folder"]
 
 #: A catalog larger than this is some other file: 64 MiB hold half a million models.
 _CATALOG_LIMIT_BYTES = 64 << 20
 #: No model is larger, and sums of such sizes fit into 64 bits.
 _MOST_BYTES = 10**15
+#: A longer load is a unit that was mistaken: a day.
+_MOST_LOAD_S = 86_400.0
 
 
 def first_few(names: Sequence[str], limit: int = 5) -> str:
-    """`names` as text, cut after `limit`."""
+    """`names` as text, cut after `limit`, each long one cut, too."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return ", ".join(map(shortened, names[:limit])) + more
+
+
+def refuse_repeated(where: str, header: Sequence[str], wanted: Iterable[str]) -> None:
+    """Raises InputError when one of the columns that are `wanted` is in the header twice: either could be meant."""
+    for name in wanted:
+        if header.count(name) > 1:
+            raise InputError(
+                f"has the column {shortened(repr(name))} {header.count(name)} times; leave one, or give the others another name",
+                path=where,
+                line=1,
+            )
 
 
 def read_catalog(path: str | Path) -> dict[str, int]:
@@ -45,10 +58,14 @@ def read_catalog(path: str | Path) -> dict[str, int]:
         size = _number(value)
         if size is None or not 1 <= size <= _MOST_BYTES or size != int(size):
             raise InputError(
-                f"model {model!r} has bytes {value!r}; a positive whole number is needed, of at most a petabyte", path=where, line=line
+                f"model {shortened(repr(model))} has bytes {shortened(repr(value))}; a positive whole number is needed, at most a petabyte",
+                path=where,
+                line=line,
             )
         if sizes.setdefault(model, int(size)) != int(size):
-            raise InputError(f"model {model!r} has two sizes, {sizes[model]} and {int(size)}; keep one", path=where, line=line)
+            raise InputError(
+                f"model {shortened(repr(model))} has two sizes, {sizes[model]} and {int(size)}; keep one", path=where, line=line
+            )
     if not sizes:
         raise InputError('the catalog names no model; write a list of {"model": NAME, "bytes": SIZE}', path=where)
     return sizes
@@ -58,7 +75,7 @@ def read_load_times(path: str | Path, models: Sequence[str]) -> npt.NDArray[np.f
     """Measured seconds to load each of `models` from a JSON or CSV of `model,seconds`; float64[n], NaN where there is
     none.
 
-    Raises InputError for a file that cannot be read, a time that is not positive, or a file that names none of
+    Raises InputError for a file that cannot be read, a time that is not positive or above a day, or a file that names none of
     `models`.
     """
     where = str(path)
@@ -67,8 +84,12 @@ def read_load_times(path: str | Path, models: Sequence[str]) -> npt.NDArray[np.f
     found = 0
     for line, model, value in _pairs(where, "seconds"):
         time_s = _number(value)
-        if time_s is None or time_s <= 0:
-            raise InputError(f"model {model!r} has seconds {value!r}; a positive number is needed", path=where, line=line)
+        if time_s is None or not 0 < time_s <= _MOST_LOAD_S:
+            raise InputError(
+                f"model {shortened(repr(model))} has seconds {shortened(repr(value))}; a positive number is needed, of at most a day",
+                path=where,
+                line=line,
+            )
         if model in row_of:
             seconds[row_of[model]] = time_s
             found += 1
@@ -147,6 +168,7 @@ def _csv_pairs(where: str, text: str, value_name: str) -> Iterator[tuple[int | N
                 path=where,
                 line=1,
             )
+        refuse_repeated(where, header, ("model", value_name))
         at, value_at = header.index("model"), header.index(value_name)
         for row in reader:
             if not row:

@@ -29,7 +29,7 @@ import pyarrow.json as pajson
 import pyarrow.parquet as pq
 
 from prefetcher.errors import InputError
-from prefetcher.replay.catalog import first_few
+from prefetcher.replay.catalog import first_few, refuse_repeated
 from prefetcher.replay.maps import FieldMap
 
 __all__ = ["RawRows", "read_rows"]
@@ -181,6 +181,7 @@ def _parquet(where: str, source: Any, field_map: FieldMap) -> Iterator[RawRows]:
     try:
         file = pq.ParquetFile(source)
         schema = file.schema_arrow
+        refuse_repeated(where, list(schema.names), (p.partition(".")[0] for paths in field_map.values() for p in paths))
         found = {c: [p for p in paths if _type_at(schema, p) is not None] for c, paths in field_map.items()}
         _require(where, found, field_map, list(schema.names))
         wanted = list(dict.fromkeys(p for paths in found.values() for p in paths))
@@ -253,6 +254,7 @@ def _csv(where: str, source: _Peeked, field_map: FieldMap) -> Iterator[RawRows]:
             delimiter, names = _header(where, header)
             found = {c: [p for p in paths if p in names] for c, paths in field_map.items()}
             _require(where, found, field_map, names)
+            refuse_repeated(where, names, (p for paths in found.values() for p in paths))
             picked = {c: [names.index(p) for p in paths] for c, paths in found.items() if paths}
             line = 2
         if block:

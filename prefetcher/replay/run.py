@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.compiling import compile_kernels
+from prefetcher.compiling import compile_kernels, compiled
 from prefetcher.core.demand import new_demand
 from prefetcher.core.node import new_caches, new_event_log, no_hazard
 from prefetcher.core.node_run import run_rows
@@ -29,11 +29,14 @@ from prefetcher.replay.policies import DEFAULT_POLICIES, OURS, parse_policy, sta
 from prefetcher.replay.routing import RoutedNodes, needs_routing
 from prefetcher.replay.trace import Trace, read_trace
 
-__all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Ours", "Simulation", "replay_command"]
+__all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Ours", "Simulation", "check_figures", "replay_command"]
 
 DEFAULT_HOLD_S = 600.0
 #: The prices of the frontier, as factors of the price asked for.
 FRONTIER_FACTORS: tuple[float, ...] = (4.0, 16.0, 64.0, 256.0)
+#: Beyond these, figures would be infinite: a mistake.
+_MOST_CAPACITY_RATIO = 1e6
+_MOST_PRICE = 1e6
 SHADOW_NAME = "ours-shadow"
 _COLUMNS = ("cold_seconds", "wait_p95_s", "wait_p99_s", "held_gb_h", "idle_gb_h", "wasted_gb_h", "moved_gb")
 
@@ -173,11 +176,15 @@ def replay_command(
     taus_s = standard_taus()
     for name in rivals:
         parse_policy(name, taus_s)
-    _check(names, capacity_ratio, host_bytes, link_bytes_per_s, warmup_ratio, price)
+    if not names:
+        raise UsageError("no policy named; give --policy, as in --policy lru,ours")
+    if (capacity_ratio is None) == (host_bytes is None):
+        raise UsageError("give the capacity, either --capacity-ratio or --host-bytes")
+    check_figures(capacity_ratio, host_bytes, link_bytes_per_s, warmup_ratio, price)
     price = DEFAULT_PRICE_S_PER_GB_H if price is None else price
     errors = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True) as bar:
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("reading the log", total=1.0)
 
         def progress(done: float, what: str) -> None:
@@ -188,6 +195,8 @@ def replay_command(
             progress=lambda done, total: progress(done / max(total, 1), "reading the log"),
         )  # fmt: skip
         load_s = None if load_times is None else read_load_times(load_times, trace.models)
+        if not errors.is_terminal and not compiled():
+            errors.print("compiling for this machine, once: about half a minute", soft_wrap=True, highlight=False)
         compile_kernels(progress)
         node_count = len(trace.node_names) or nodes
         capacity = float(trace.bytes_.sum()) * capacity_ratio / node_count if capacity_ratio is not None else float(host_bytes or 0)
@@ -215,25 +224,23 @@ def replay_command(
     console.print(f"{out}/report.html, {out}/summary.json, and four logs a policy", soft_wrap=True, highlight=False)
 
 
-def _check(
-    names: list[str],
-    capacity_ratio: float | None,
-    host_bytes: int | None,
-    link_bytes_per_s: float,
-    warmup_ratio: float,
-    price: float | None,
+def check_figures(
+    capacity_ratio: float | None = None,
+    host_bytes: int | None = None,
+    link_bytes_per_s: float | None = None,
+    warmup_ratio: float | None = None,
+    price: float | None = None,
 ) -> None:
-    if not names:
-        raise UsageError("no policy named; give --policy, as in --policy lru,ours")
-    if (capacity_ratio is None) == (host_bytes is None):
-        raise UsageError("give the capacity, either --capacity-ratio or --host-bytes")
+    """Raises UsageError for a figure that is out of range, no number, or so large that results would be infinite; None is not given."""
     for option, value in (("--capacity-ratio", capacity_ratio), ("--host-bytes", host_bytes), ("--link-bytes-per-s", link_bytes_per_s)):
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{option} must be positive, got {value}")
-    if not 0 <= warmup_ratio < 1:
+    if capacity_ratio is not None and capacity_ratio > _MOST_CAPACITY_RATIO:
+        raise UsageError(f"--capacity-ratio is at most {_MOST_CAPACITY_RATIO:,.0f} (1 is room for every model), got {capacity_ratio}")
+    if warmup_ratio is not None and not 0 <= warmup_ratio < 1:
         raise UsageError(f"--warmup-ratio must be at least 0 and below 1, got {warmup_ratio}")
-    if price is not None and not 0 <= price < float("inf"):
-        raise UsageError(f"--price must be 0 or more, got {price}")
+    if price is not None and not 0 <= price <= _MOST_PRICE:
+        raise UsageError(f"--price must be from 0 to {_MOST_PRICE:,.0f} seconds a GB·h, got {price}")
 
 
 def _write(

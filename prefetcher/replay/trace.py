@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from prefetcher.errors import InputError, SettingsError
+from prefetcher.errors import InputError, SettingsError, shortened
 from prefetcher.replay.catalog import first_few, read_catalog, sizes_of_folder
 from prefetcher.replay.formats import Progress, RawRows, read_rows
 from prefetcher.replay.maps import FieldMap, parse_map
@@ -27,6 +27,9 @@ __all__ = ["PROBLEM_KINDS", "Problem", "Problems", "Trace", "read_trace"]
 #: Of each kind of problem, so many are named with their line.
 _NAMED = 5
 
+#: A log that is silent for longer is two logs, or has rows with a wrong time: nothing that was learned before holds after it.
+_LONGEST_SILENCE_S = 30 * 86400.0
+
 #: What each kind of problem means, and what is done about it.
 PROBLEM_KINDS: dict[str, str] = {
     "malformed": "lines that are no record, left out",
@@ -35,6 +38,7 @@ PROBLEM_KINDS: dict[str, str] = {
     "bad_count": "rows whose count is no whole number of at least 1, taken as 1",
     "duplicate": "rows that repeat an earlier row's request id, left out",
     "late": "rows earlier than a row before them, sorted into place",
+    "apart": "rows that a silence of over 30 days parts from most others, left out (replay them on their own)",
     "unknown_model": "models without a size, given the default",
     "ambiguous_ts": "local times that a change of clocks repeats, taken as the first",
     "skipped_ts": "local times that a change of clocks skips, taken as the moment of the change",
@@ -241,6 +245,7 @@ class _Reader:
             self.note("late", len(late), [(int(lines[i]), f"ts {ts[i]:.3f}") for i in late[:_NAMED]])
             order = np.argsort(ts, kind="stable")
             columns = {name: values[order] for name, values in columns.items()}
+        columns = self._longest_stretch(columns)
         models, bytes_ = self._models(sizes, default_bytes, columns["model"])
         if strict and self.counts:
             first = min((p for p in self.named if p.line), key=lambda p: p.line, default=None)
@@ -297,6 +302,21 @@ class _Reader:
         )
         return {name: values[keep] for name, values in columns.items()}
 
+    def _longest_stretch(self, columns: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Of sorted rows, the stretch with the most of them that holds no silence of over 30 days; the last of several."""
+        ts, lines = columns["ts"], columns["lines"]
+        edges = np.concatenate([[0], np.flatnonzero(np.diff(ts) > _LONGEST_SILENCE_S) + 1, [len(ts)]])
+        if len(edges) == 2:
+            return columns
+        rows = np.diff(edges)
+        longest = len(rows) - 1 - int(np.argmax(rows[::-1]))
+        first, last = int(edges[longest]), int(edges[longest + 1])
+        named = [(int(lines[i]), f"{(ts[first] - ts[i]) / 86400.0:,.0f} days before the others") for i in range(min(first, _NAMED))]
+        after = range(last, min(len(ts), last + _NAMED))
+        named += [(int(lines[i]), f"{(ts[i] - ts[last - 1]) / 86400.0:,.0f} days after the others") for i in after]
+        self.note("apart", len(ts) - (last - first), named)
+        return {name: values[first:last] for name, values in columns.items()}
+
     def _models(
         self, sizes: dict[str, int], default_bytes: int | None, used: npt.NDArray[np.int32]
     ) -> tuple[list[str], npt.NDArray[np.int64]]:
@@ -311,7 +331,7 @@ class _Reader:
                 path=self.path,
             )
         if unknown and sizes:
-            self.note("unknown_model", len(unknown), [(0, name) for name in unknown[:_NAMED]])
+            self.note("unknown_model", len(unknown), [(0, shortened(name)) for name in unknown[:_NAMED]])
         models = sorted({*logged, *sizes})
         return models, np.array([sizes.get(name, default_bytes or 0) for name in models], dtype=np.int64)
 
