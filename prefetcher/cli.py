@@ -34,6 +34,8 @@ app = typer.Typer(
 _CommandError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 #: More is a mistake, and sums would not fit into 64 bits.
 _MOST_BYTES = 10**15
+#: Each has its own caches in memory.
+_MOST_NODES = 10_000
 _DEFAULT_URL = "http://127.0.0.1:8371"
 Url = Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")]
 Model = Annotated[str, typer.Argument(help="The model's name.")]
@@ -92,6 +94,9 @@ def up(
             "log": {"level": log_level, "format": log_format},
         }
     )
+    for option in ("map", "tz"):
+        if settings.stream.follow is None and option in settings.stream.model_fields_set:
+            raise UsageError(f"--{option} says how to read the log that --follow names, and none is named; give --follow LOG, or leave it")
     configure(settings.log.level, settings.log.format)
     from prefetcher.app import App
 
@@ -122,10 +127,11 @@ def status(
 
 
 def _act(act: str, model: str, url: str) -> None:
-    from prefetcher.api.client import post
+    from prefetcher.api import client
+    from prefetcher.api.acts import in_words
 
-    answer = post(url, f"/v1/models/{model}:{act}")
-    typer.echo(f"{act} {model}: {answer['reason'] or 'done'}")
+    answer = client.act(url, act, model)
+    typer.echo(f"{act} {model}: {in_words(act, answer['reason'])}")
 
 
 @app.command()
@@ -196,7 +202,7 @@ def replay(
     host_bytes: Annotated[str | None, typer.Option(help="Capacity of each node in bytes, as 80GB.")] = None,
     link_bytes_per_s: Annotated[str, typer.Option(help="Speed from disk to memory.")] = "3.5e9",
     load_times: Annotated[Path | None, typer.Option(help="Measured load times by model.")] = None,
-    nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1)] = 1,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.", min=1, max=_MOST_NODES)] = 1,
     warmup_ratio: Annotated[float, typer.Option(help="Share of the time that is not scored.")] = 0.3,
     price: Annotated[float | None, typer.Option(help="Seconds of waiting that a GB held for an hour is worth.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.", min=0, max=2**63 - 1)] = 0,

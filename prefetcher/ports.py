@@ -82,6 +82,10 @@ class RequestStream(Protocol):
         """The mark that was appended last, if any."""
         ...
 
+    def check(self) -> str:
+        """'' while records can be appended, else why not: from the first append that failed on, until there is room again."""
+        ...
+
     def drop_before(self, position: int) -> None:
         """Allows records before `position` to be removed; how many are kept is the stream's own affair."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from starlette.testclient import TestClient
@@ -43,8 +43,15 @@ class ByHand:
 
 
 class FullStream(MemoryStream):
-    def append(self, requests: object, mark: str | None = None) -> int:
-        raise NoRoomError("the disk is full", retry_after_s=5.0)
+    full = True
+
+    def append(self, requests: Sequence[RequestSeen], mark: str | None = None) -> int:
+        if self.full:
+            raise NoRoomError("the disk is full", retry_after_s=5.0)
+        return super().append(requests, mark)
+
+    def check(self) -> str:
+        return "the disk is full" if self.full else ""
 
 
 class Setup:
@@ -109,11 +116,39 @@ def test_a_body_that_is_too_large_announced_or_not(setup: Setup) -> None:
 
 
 def test_a_full_disk_is_temporary() -> None:
-    setup = Setup(FullStream())
+    stream = FullStream()
+    setup = Setup(stream)
+    setup.report()
     answer = setup.http.post("/v1/requests", json={"model": "a"})
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "5"
     assert setup.metrics.registry.get_sample_value("prefetcher_requests_total", {"source": "http"}) is None
+    assert "the disk is full" in setup.http.get("/healthz").json()["detail"]
+    stream.full = False
+    assert setup.http.get("/healthz").status_code == 200
+    assert setup.http.post("/v1/requests", json={"model": "a"}).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ({"model": "x", "count": True}, "count"),
+        ({"model": "x", "ts": True}, "ts"),
+        ({"model": "x" * 513}, "model"),
+        ({"model": "\u20ac" * 171}, "model"),
+    ],
+)
+def test_booleans_are_no_numbers_and_names_have_an_end(setup: Setup, record: dict[str, object], field: str) -> None:
+    refused = setup.http.post("/v1/requests", json=record)
+    assert refused.status_code == 400
+    assert [error["field"] for error in refused.json()["errors"]] == [field]
+    assert setup.http.post("/v1/requests", json={"model": "\u20ac" * 170}).status_code == 202
+
+
+def test_a_long_name_is_not_echoed_whole(setup: Setup) -> None:
+    refused = setup.http.post(f"/v1/models/{'x' * 60_000}:pin")
+    assert refused.status_code == 404
+    assert len(refused.json()["detail"]) < 200
 
 
 def test_residency_says_why(setup: Setup) -> None:
@@ -147,7 +182,7 @@ def test_acts_by_hand(setup: Setup) -> None:
     setup.node.answer = Acted(False, "leased")
     refused = setup.http.post("/v1/models/m0:evict")
     assert refused.status_code == 409
-    assert "leased" in refused.json()["detail"]
+    assert "try again once that closed it" in refused.json()["detail"]
     assert setup.node.acts == [("pin", "org/m1"), ("unpin", "org/m1"), ("evict", "m0")]
     assert setup.http.post("/v1/models/m0:explode").status_code == 404
 

@@ -52,6 +52,19 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("replay", "log.csv", "--out", "/dev/null/o", "--host-bytes", "1"), 2, "--out"),
         (("replay", "log.csv", "--out", "/dev/null", "--host-bytes", "1"), 2, "--out"),
         (("up", "--models", ".", "--host-bytes", "1", "--port", "0", "--state-dir", "/dev/null"), 2, "--state-dir"),
+        *(
+            (("replay", "log.csv", "--out", "o", "--default-bytes", "1", *capacity, option, value), 2, option)
+            for capacity, option, values in (
+                ((), "--capacity-ratio", ("nan", "inf", "-1", "0", "1e300")),
+                (("--capacity-ratio", "1"), "--warmup-ratio", ("nan", "-1", "1", "1e300")),
+                (("--capacity-ratio", "1"), "--price", ("nan", "inf", "-1", "1e300")),
+                (("--capacity-ratio", "1"), "--link-bytes-per-s", ("0", "1e300")),
+                (("--capacity-ratio", "1"), "--nodes", ("0", "100000")),
+            )
+            for value in values
+        ),
+        (("up", "--models", ".", "--tz", "Europe/Berlin"), 2, "--follow"),
+        (("up", "--models", ".", "--map", "litellm"), 2, "--follow"),
         (("bench", "nothing", "--json", "x.json"), 2, "nothing"),
         (("bench", "../load", "--json", "x.json"), 2, "load"),
         (("pin", "m", "--url", "nonsense"), 2, "http://"),

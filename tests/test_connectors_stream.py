@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen
-from prefetcher.errors import UnavailableError, UsageError
+from prefetcher.errors import NoRoomError, UnavailableError, UsageError
 from prefetcher.ports import RequestStream
 from prefetcher_connectors.files import FileStream, decode_record, encode_record
 from prefetcher_connectors.memory import MemoryStream
@@ -52,6 +54,11 @@ def test_position_of_an_append_is_where_the_next_read_starts(stream: RequestStre
     stream.append([request_at(2.0)])
     assert [row.ts for row in stream.read(first, 10).requests] == [2.0]
     assert stream.append([]) == stream.end()
+
+
+def test_nothing_is_wrong_with_a_log_that_takes_rows(stream: RequestStream) -> None:
+    stream.append([request_at(1.0)])
+    assert stream.check() == ""
 
 
 def test_keeps_the_last_mark(stream: RequestStream) -> None:
@@ -143,3 +150,62 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="--state-dir"):
         FileStream(tmp_path / "file" / "log")
+
+
+#: Limits the size of files, as a disk is full: what is written beyond fails, what was there stays.
+_FULL = """
+import resource, signal, sys
+from pathlib import Path
+from prefetcher.core.types import ModelName, RequestSeen
+from prefetcher.errors import NoRoomError
+from prefetcher_connectors.files import FileStream
+
+def row(ts):
+    return RequestSeen(ts=ts, model=ModelName("m" * 100))
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+stream = FileStream(Path(sys.argv[1]), segment_bytes=1_000_000)
+stream.append([row(0.0)])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+taken = 1
+while True:
+    try:
+        stream.append([row(float(taken))])
+    except NoRoomError as exc:
+        print(exc, exc.retry_after_s)
+        break
+    taken += 1
+print(stream.check())
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print(repr(stream.check()))
+stream.append([row(float(taken))])
+print([found.ts for found in stream.read(0, 1000).requests] == [float(i) for i in range(taken + 1)])
+stream.close()
+"""
+
+
+def test_a_full_disk_is_said_from_the_first_append_on_until_there_is_room(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _FULL, str(tmp_path / "log")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    refused, problem, after, whole = done.stdout.splitlines()
+    assert str(tmp_path / "log") in refused
+    assert "File too large" in refused
+    assert "make room" in problem
+    assert (after, whole) == ("''", "True")
+
+
+def test_a_log_that_cannot_begin_its_next_file_goes_on_in_it_later(tmp_path: Path, reopen: Callable[[], FileStream]) -> None:
+    stream, folder = reopen(), tmp_path / "log"
+    count = 0
+    while stream.end() < 1000:
+        stream.append([request_at(float(count))])
+        count += 1
+    (folder / f"{stream.end():020d}.jsonl").mkdir()
+    for _ in range(2):
+        with pytest.raises(NoRoomError, match="Is a directory"):
+            stream.append([request_at(float(count))])
+    assert stream.read(0, 1000).requests[-1].ts == count - 1.0
+    (folder / f"{stream.end():020d}.jsonl").rmdir()
+    stream.append([request_at(float(count))])
+    assert [row.ts for row in stream.read(0, 1000).requests] == [float(i) for i in range(count + 1)]
+    stream.close()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import structlog
 
 from prefetcher.clock import VirtualClock
 from prefetcher.controller.follow import Follower
-from prefetcher.errors import SettingsError
+from prefetcher.core.types import RequestSeen
+from prefetcher.errors import NoRoomError, SettingsError
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher_connectors.files import FileStream
 from prefetcher_connectors.memory import MemoryStream
@@ -65,6 +69,126 @@ def test_it_goes_on_where_it_was_also_in_a_file_that_was_rotated_meanwhile(tmp_p
     again = Setup(path, stream)
     assert [model for _, model in again.read()] == ["a", "b", "c"]
     again.close()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("log.jsonl.12", "log.jsonl.11", "log.jsonl.2", "log.jsonl"),
+        ("log.jsonl-20260101", "log.jsonl-20260102", "log.jsonl-20260103-2", "log.jsonl"),
+    ],
+)
+def test_files_that_were_rotated_while_it_was_down_are_read_one_after_the_other(tmp_path: Path, names: tuple[str, ...]) -> None:
+    path, stream = tmp_path / "log.jsonl", MemoryStream()
+    path.write_text(line(1, "a"))
+    setup = Setup(path, stream)
+    setup.read()
+    setup.close()
+    path.rename(tmp_path / names[0])
+    with (tmp_path / names[0]).open("a") as file:
+        file.write(line(2, "b"))
+    for second, name in enumerate(names[1:], start=3):
+        (tmp_path / name).write_text(line(second, "c"))
+    # Neither what is compressed, nor what is older than where it stopped, nor other files.
+    for name in ("log.jsonl.1.gz", "log.jsonl.13", "log.jsonl-20251231", "log.jsonl.bak", "other.jsonl"):
+        (tmp_path / name).write_text(line(9, "x"))
+    again = Setup(path, stream)
+    with structlog.testing.capture_logs() as said:
+        assert again.read() == [(T0 + 1.0, "a"), (T0 + 2.0, "b"), (T0 + 3.0, "c"), (T0 + 4.0, "c"), (T0 + 5.0, "c")]
+    assert [entry for entry in said if entry["log_level"] == "warning"] == []
+    again.close()
+
+
+def test_files_that_were_rotated_twice_while_it_runs(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(1, "a"))
+    setup = Setup(path, MemoryStream())
+    setup.read()
+    path.rename(tmp_path / "log.jsonl.2")
+    (tmp_path / "log.jsonl.1").write_text(line(2, "b"))
+    path.write_text(line(3, "c"))
+    assert [model for _, model in setup.read()] == ["a", "b", "c"]
+    # Renamed to nothing that is known, and one that takes its place.
+    path.rename(tmp_path / "elsewhere")
+    path.write_text(line(4, "d"))
+    assert [model for _, model in setup.read()] == ["a", "b", "c", "d"]
+    setup.close()
+
+
+def test_a_file_that_is_gone_is_named_and_what_came_after_it_is_read(tmp_path: Path) -> None:
+    path, stream = tmp_path / "log.jsonl", MemoryStream()
+    older = tmp_path / "log.jsonl.2"
+    older.write_text(line(0, "x"))
+    os.utime(older, (T0, T0))
+    path.write_text(line(1, "a"))
+    os.utime(path, (T0 + 1, T0 + 1))
+    setup = Setup(path, stream)
+    setup.read()
+    setup.close()
+    # Kept, so that its inode is not given to another file.
+    path.rename(tmp_path / "kept")
+    (tmp_path / "log.jsonl.1").write_text(line(2, "b"))
+    os.utime(tmp_path / "log.jsonl.1", (T0 + 2, T0 + 2))
+    path.write_text(line(3, "c"))
+    again = Setup(path, stream)
+    with structlog.testing.capture_logs() as said:
+        assert [model for _, model in again.read()] == ["a", "b", "c"]
+    (warning,) = [entry for entry in said if entry["log_level"] == "warning"]
+    assert warning["event"] == "follow_lost_rows"
+    assert f"up to byte {len(line(1, 'a'))}" in warning["lost"]
+    again.close()
+
+
+def test_a_file_that_was_cut_while_it_was_down_is_named_and_read_from_its_start(tmp_path: Path) -> None:
+    path, stream = tmp_path / "log.jsonl", MemoryStream()
+    path.write_text(line(1, "a") + line(2, "b"))
+    setup = Setup(path, stream)
+    setup.read()
+    setup.close()
+    path.write_text(line(3, "c"))
+    again = Setup(path, stream)
+    with structlog.testing.capture_logs() as said:
+        assert [model for _, model in again.read()] == ["a", "b", "c"]
+    assert "was cut" in next(entry["lost"] for entry in said if entry["log_level"] == "warning")
+    again.close()
+
+
+def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:
+    class Full(MemoryStream):
+        full = True
+
+        def append(self, requests: Sequence[RequestSeen], mark: str | None = None) -> int:
+            if self.full:
+                raise NoRoomError("the disk is full")
+            return super().append(requests, mark)
+
+    path, stream = tmp_path / "log.jsonl", Full()
+    path.write_text("nonsense\n" + line(1, "a"))
+    setup = Setup(path, stream)
+    for _ in range(2):
+        with pytest.raises(NoRoomError):
+            setup.follower.step()
+    stream.full = False
+    assert setup.read() == [(T0 + 1.0, "a")]
+    assert setup.metrics.registry.get_sample_value("prefetcher_bad_requests_total", {"source": "file", "reason": "not a record"}) == 1
+    setup.close()
+
+
+def test_names_without_end_and_columns_that_are_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(1, "x" * 513) + line(2, "x" * 512))
+    setup = Setup(path, MemoryStream())
+    with structlog.testing.capture_logs() as said:
+        assert setup.read() == [(T0 + 2.0, "x" * 512)]
+    assert setup.bad() == ["model is longer than 512 bytes"]
+    assert all(len(str(entry)) < 400 for entry in said)
+    setup.close()
+    path = tmp_path / "log.csv"
+    path.write_text(f"ts,model,model\n{T0 + 1},a,b\n")
+    setup = Setup(path, MemoryStream())
+    assert setup.read() == []
+    assert sorted(setup.bad()) == ["not a header", "not a record"]
+    setup.close()
 
 
 def test_a_file_that_was_cut_is_read_from_its_start(tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ from prefetcher.ports import BadRecord, RequestBatch
 __all__ = ["FileStream", "decode_record", "encode_record"]
 
 _READ_BYTES = 1 << 20
+#: Room that a log which was full must have again: a post of some rows.
+_PROBE_BYTES = 64 << 10
+_RETRY_AFTER_S = 5.0
 
 
 class _Record(msgspec.Struct, omit_defaults=True):
@@ -105,6 +108,8 @@ class FileStream:
         self._write_lock = threading.Lock()
         self._sync_lock = threading.Lock()
         self._mark: str | None = None
+        #: Why the last append failed, '' when it did not.
+        self._problem = ""
         self._open_last()
 
     def _segments(self) -> list[int]:
@@ -159,9 +164,12 @@ class FileStream:
             encode_record(request, mark if i == last else None) + b"\n" for i, request in enumerate(requests)
         )
         with self._write_lock:
-            if self._end - self._base >= self._segment_bytes:
-                self._roll()
-            self._write(lines)
+            try:
+                if self._end - self._base >= self._segment_bytes:
+                    self._roll()
+                self._write(lines)
+            except OSError as exc:
+                raise self._full(exc) from exc
             self._end = mine = self._end + len(lines)
             if mark is not None:
                 self._mark = mark
@@ -170,25 +178,51 @@ class FileStream:
                 with self._write_lock:
                     fd, end = self._fd, self._end
                     # The segment can't be closed by a roll while it is synced: a roll takes the write lock, and syncs itself.
-                    os.fsync(fd)
+                    try:
+                        os.fsync(fd)
+                    except OSError as exc:
+                        raise self._full(exc) from exc
                 self._durable = max(self._durable, end)
+        self._problem = ""
         return mine
+
+    def _full(self, error: OSError) -> NoRoomError:
+        """The error for an append that failed; `check` says so, too, from now on."""
+        self._problem = f"the request log in {self._folder} can't be written ({error.strerror}); make room there"
+        return NoRoomError(f"{self._problem}, then send again", retry_after_s=_RETRY_AFTER_S)
+
+    def check(self) -> str:
+        """'' while rows can be appended. After a failure it tries whether a few would fit, so that room is noticed without rows."""
+        if not self._problem:
+            return ""
+        with self._write_lock:
+            if self._fd < 0:
+                return self._problem
+            try:
+                # No line's end in it: whatever of it a crash may leave is cut off at the next start.
+                self._write(b" " * _PROBE_BYTES)
+                os.ftruncate(self._fd, self._end - self._base)
+            except OSError:
+                return self._problem
+            self._problem = ""
+        return ""
 
     def _write(self, lines: bytes) -> None:
         done = 0
         try:
             while done < len(lines):
                 done += os.write(self._fd, memoryview(lines)[done:])
-        except OSError as exc:
+        except OSError:
             os.ftruncate(self._fd, self._end - self._base)
-            raise NoRoomError(f"can't append to {self._path(self._base)}: {exc.strerror}", retry_after_s=5.0) from exc
+            raise
 
     def _roll(self) -> None:
         os.fsync(self._fd)
+        # The old segment stays open until the new one is: on a full disk there is none.
+        following = os.open(self._path(self._end), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         os.close(self._fd)
         self._durable = max(self._durable, self._end)
-        self._base = self._end
-        self._fd = os.open(self._path(self._base), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._base, self._fd = self._end, following
         folder_fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder_fd)

@@ -38,6 +38,9 @@ class MemoryStream:
     def last_mark(self) -> str | None:
         return self._mark
 
+    def check(self) -> str:
+        return ""
+
     def drop_before(self, position: int) -> None:
         pass
 

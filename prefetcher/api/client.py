@@ -8,20 +8,21 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from prefetcher.errors import ModelNotFoundError, PrefetcherError, UnavailableError, UsageError
+from prefetcher.core.types import NAME_LIMIT_BYTES
+from prefetcher.errors import ModelNotFoundError, PrefetcherError, UnavailableError, UsageError, shortened
 
-__all__ = ["get", "post"]
+__all__ = ["act", "get", "post"]
 
 _TIMEOUT_S = 15.0
 
 
 def get(url: str, path: str) -> Any:
-    """The answer of a GET. Raises as `post`."""
+    """The answer of a GET. `path` is quoted already. Raises as `post`."""
     return _ask(url, path, "GET")
 
 
 def post(url: str, path: str) -> Any:
-    """The answer of a POST without a body.
+    """The answer of a POST without a body. `path` is quoted already.
 
     Raises:
         UsageError: the address is none.
@@ -32,10 +33,23 @@ def post(url: str, path: str) -> Any:
     return _ask(url, path, "POST")
 
 
+def act(url: str, act: str, model: str) -> Any:
+    """The answer to an act by hand on a model, whatever characters its name has. Raises as `post`."""
+    name = model.encode(errors="surrogateescape")
+    unknown = f"no model is called {shortened(repr(model))} there; `prefetcher status` lists them"
+    if len(name) > NAME_LIMIT_BYTES:
+        raise ModelNotFoundError(unknown, model=model)
+    try:
+        return post(url, f"/v1/models/{urllib.parse.quote(name, safe='')}:{act}")
+    except ModelNotFoundError as exc:
+        # A name that no route takes, as one with a line's end.
+        raise ModelNotFoundError(unknown if str(exc) == "Not Found" else str(exc), model=model) from exc
+
+
 def _ask(url: str, path: str, method: str) -> Any:
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise UsageError(f"{url!r} is no address; write http://host:port")
-    request = urllib.request.Request(url.rstrip("/") + urllib.parse.quote(path, safe="/:?=&"), method=method)
+    request = urllib.request.Request(url.rstrip("/") + path, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:

@@ -18,9 +18,10 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 
 from prefetcher import __version__
+from prefetcher.api.acts import in_words
 from prefetcher.api.messages import AcceptedAnswer, ActAnswer, FieldProblem, Problem, RequestRecord, StatusAnswer
 from prefetcher.api.service import ACTS, Service
-from prefetcher.errors import ModelNotFoundError, PrefetcherError, TemporaryError, UsageError
+from prefetcher.errors import ModelNotFoundError, PrefetcherError, TemporaryError, UsageError, shortened
 
 __all__ = ["make_endpoint"]
 
@@ -216,7 +217,7 @@ def _add_questions(app: FastAPI, service: Service) -> None:
     ) -> list[dict[str, Any]]:
         report = service.report()
         if model is not None and model not in {k.model for k in report.known}:
-            raise ModelNotFoundError(f"no model is called {model!r} on node {report.node}", model=model)
+            raise ModelNotFoundError(f"no model is called {shortened(repr(model))} on node {report.node}", model=model)
         return [
             msgspec.to_builtins(held) | {"node": report.node}
             for held in report.held
@@ -267,7 +268,7 @@ def _add_acts(app: FastAPI, service: Service) -> None:
         def do(model: str) -> Any:
             acted = service.act(act, model)
             answer = ActAnswer(model=model, act=act, ok=acted.ok, reason=acted.reason)
-            return answer if acted.ok else _problem(409, f"{act} {model}: {acted.reason}")
+            return answer if acted.ok else _problem(409, f"{act} {shortened(model)}: {in_words(act, acted.reason)}")
 
     for act in ACTS:
         add(act)

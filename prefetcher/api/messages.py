@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
-from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen
+from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, NodeName, RequestSeen
 
 __all__ = ["AcceptedAnswer", "ActAnswer", "Problem", "RequestRecord", "StatusAnswer"]
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+
+
+def _not_too_long(name: str) -> str:
+    if len(name.encode()) > NAME_LIMIT_BYTES:
+        raise ValueError(f"a name has at most {NAME_LIMIT_BYTES} bytes of UTF-8")
+    return name
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=NAME_LIMIT_BYTES), AfterValidator(_not_too_long)]
+Count = Annotated[int, BeforeValidator(_no_boolean)]
+Seconds = Annotated[float, BeforeValidator(_no_boolean)]
 #: 2000-01-01: an earlier time is a unit that was mistaken.
 _EARLIEST_S = 946_684_800.0
 
@@ -24,8 +40,8 @@ class RequestRecord(BaseModel):
     )
 
     model: Name = Field(description="the served model's name")
-    ts: float | None = Field(default=None, ge=_EARLIEST_S, allow_inf_nan=False, description="seconds since 1970 UTC; now where absent")
-    count: int = Field(default=1, ge=1, le=1_000_000_000, description="arrivals that the row stands for; a feature only")
+    ts: Seconds | None = Field(default=None, ge=_EARLIEST_S, allow_inf_nan=False, description="seconds since 1970 UTC; now where absent")
+    count: Count = Field(default=1, ge=1, le=1_000_000_000, description="arrivals that the row stands for; a feature only")
     user: Name | None = Field(default=None, description="who asked, as any stable string")
     node: Name | None = Field(default=None, description="the node that served it")
     version: Name | None = Field(default=None, description="the version of the model")

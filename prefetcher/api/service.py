@@ -14,7 +14,7 @@ import msgspec
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName, RequestSeen
-from prefetcher.errors import ModelNotFoundError, UnavailableError
+from prefetcher.errors import ModelNotFoundError, UnavailableError, shortened
 from prefetcher.ports import Acted, RequestStream, StateStore
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
@@ -119,7 +119,9 @@ class Service:
             why = next((problem for problem in report.problems if problem.startswith(f"{model}: ")), "")
             if why:
                 raise ModelNotFoundError(f"{why}; put it right and run `prefetcher manifest` on its folder", model=model)
-            raise ModelNotFoundError(f"no model is called {model!r} on node {self._node}; `prefetcher status` lists them", model=model)
+            raise ModelNotFoundError(
+                f"no model is called {shortened(repr(model))} on node {self._node}; `prefetcher status` lists them", model=model
+            )
         acted = self._by_hand.act(act, model)
         if acted.ok and act in ("pin", "unpin"):
             with self._pins_lock:
@@ -140,8 +142,8 @@ class Service:
         self._wake("switch")
 
     def problems(self) -> list[str]:
-        """What keeps this process from doing its work; exercises the node's, the controller's and the store's real paths."""
-        found = [self._by_hand.check(), self._check_controller()]
+        """What keeps this process from doing its work; exercises the node's, the controller's, the store's and the log's real paths."""
+        found = [self._by_hand.check(), self._check_controller(), self._stream.check()]
         try:
             self.report()
         except UnavailableError as exc:

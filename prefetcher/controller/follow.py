@@ -1,8 +1,8 @@
 """Follows a gateway's log file: whole lines become rows of the request log, together with how far was read.
 
-JSON lines or CSV (by its name), through the same field maps and times as replay. A file that is
-replaced or cut is followed on; the place is kept in the
-stream's own marks, so each line is taken once, also across a crash. Bad lines are counted and named, and never in the way.
+JSON lines or CSV (by its name), through the same field maps and times as replay. A file that is rotated or cut is followed on, through
+every file that it was rotated to meanwhile (`rotation`); the place is kept in the stream's own marks, so each line is taken once, also
+across a crash. Bad lines are counted and named, and never in the way.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import msgspec
 import pyarrow as pa
 
 from prefetcher.clock import Clock
-from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen
-from prefetcher.errors import NoRoomError
+from prefetcher.controller.rotation import Place, files_after, find_file
+from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, NodeName, RequestSeen
+from prefetcher.errors import NoRoomError, shortened
 from prefetcher.ports import RequestStream
 from prefetcher.replay.maps import parse_map
 from prefetcher.replay.times import TimeReader
@@ -70,6 +71,8 @@ class Follower:
         self._offset = 0
         self._line = 0
         self._named = 0
+        #: Rows that were read and not appended yet, with their mark: the disk is full.
+        self._unsaved: tuple[list[RequestSeen], str] | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Reads what is there and what comes, until `stop`."""
@@ -87,7 +90,10 @@ class Follower:
 
     def step(self) -> bool:
         """Takes one chunk of whole lines in; whether there was one."""
-        if self._file is None and not self._open(self._place()):
+        if self._unsaved is not None:
+            self._save(self._unsaved)
+            return True
+        if self._file is None and not self._open_first():
             return False
         assert self._file is not None
         self._file.seek(self._offset)
@@ -101,30 +107,40 @@ class Follower:
         self._take(chunk[:end])
         return True
 
-    def _place(self) -> tuple[int, int]:
-        """Inode and offset that were kept last, or zeros."""
-        mark = (self._stream.last_mark() or "").split(":")
-        return (int(mark[0]), int(mark[1])) if len(mark) == 2 and mark[0].isdigit() and mark[1].isdigit() else (0, 0)
+    def _open_first(self) -> bool:
+        """Opens the file where reading stopped, wherever it was rotated to, or what came after it; False while there is none."""
+        place = Place.from_mark(self._stream.last_mark())
+        if place is None:
+            return self._open(self._path, 0)
+        found = find_file(self._path, place.inode)
+        if found is not None:
+            if found.size < place.offset:
+                self._warn_lost(f"{found.path} was cut before byte {place.offset}, where reading stopped: what came after that byte")
+                return self._open(found.path, 0)
+            return self._open(found.path, place.offset)
+        newer = files_after(self._path, place)
+        if not self._open(newer[0].path if newer else self._path, 0):
+            return False
+        self._warn_lost(
+            f"the file that was read up to byte {place.offset} (inode {place.inode}) is gone or compressed: what came after that byte"
+        )
+        return True
 
-    def _open(self, place: tuple[int, int]) -> bool:
-        """Opens the file, or the rotated one that the place is in; False while there is none."""
-        candidates = [self._path]
-        if place[0]:
-            candidates = [p for p in self._path.parent.glob(self._path.name + "*") if p.stat().st_ino == place[0]] or candidates
+    def _warn_lost(self, what: str) -> None:
+        log().warning(
+            "follow_lost_rows", path=str(self._path), lost=what, then="reading on; keep rotated files, uncompressed, while this is down"
+        )
+
+    def _open(self, path: Path, offset: int) -> bool:
+        """Goes on in `path` from `offset`; False when there is no such file."""
         try:
-            file = candidates[0].open("rb")
+            file = path.open("rb")
         except FileNotFoundError:
             return False
-        found = os.fstat(file.fileno())
-        offset = place[1] if found.st_ino == place[0] and place[1] <= found.st_size else 0
-        self._file, self._inode, self._offset, self._line = file, found.st_ino, offset, 0
+        self._file, self._inode, self._offset, self._line = file, os.fstat(file.fileno()).st_ino, offset, 0
         if self._csv:
             header = file.readline()
-            try:
-                self._header = next(csv.reader([header.decode("utf-8", "replace")]), [])
-            except csv.Error as exc:
-                self._header = []
-                self._bad(f"not a header: {exc}")
+            self._header = self._columns(header)
             self._offset = max(self._offset, len(header)) if header.endswith(b"\n") else 0
         file.seek(0)
         left = self._offset
@@ -132,32 +148,55 @@ class Follower:
             part = file.read(min(left, _CHUNK_BYTES))
             self._line += part.count(b"\n")
             left -= max(1, len(part))
-        log().info("following", path=str(candidates[0]), offset=self._offset)
+        log().info("following", path=str(path), offset=self._offset)
         return True
 
-    def _next_file(self, rest: bytes) -> bool:
-        """At the end: goes on with the file that took this one's place, or from the start of one that was cut."""
-        assert self._file is not None
-        size = os.fstat(self._file.fileno()).st_size
+    def _columns(self, header: bytes) -> list[str]:
+        """The names in a CSV header; none when it is no header, so that no row is taken by a column that it isn't."""
         try:
-            inode = self._path.stat().st_ino
-        except FileNotFoundError:
+            names = next(csv.reader([header.decode("utf-8", "replace")]), [])
+        except csv.Error as exc:
+            self._bad(f"not a header: {exc}")
+            return []
+        for name in (path for paths in self._fields.values() for path in paths):
+            if names.count(name) > 1:
+                self._bad(f"not a header: it has the column {shortened(repr(name))} {names.count(name)} times")
+                return []
+        return names
+
+    def _next_file(self, rest: bytes) -> bool:
+        """At the end: goes on with the file that was begun after this one, or from the start of one that was cut."""
+        assert self._file is not None
+        found = os.fstat(self._file.fileno())
+        place = Place(self._inode, self._offset, found.st_mtime_ns)
+        newer = files_after(self._path, place)
+        if not newer and found.st_size >= self._offset:
             return False
-        if inode == self._inode and size >= self._offset:
-            return False
-        if inode != self._inode and rest:
+        if newer and rest:
             self._take(rest + b"\n", len(rest))
+        if not newer:
+            log().info("followed_log_was_cut", path=str(self._path), then="reading it from its start")
+        following = newer[0].path if newer else self._path
         self._file.close()
         self._file = None
-        return self._open((0, 0))
+        return self._open(following, 0)
 
     def _take(self, chunk: bytes, length: int | None = None) -> None:
+        assert self._file is not None
         rows = self._rows(chunk.split(b"\n")[:-1])
         self._offset += len(chunk) if length is None else length
         if rows:
-            self._stream.append(rows, mark=f"{self._inode}:{self._offset}")
-            self._metrics.requests.labels(source="file").inc(len(rows))
-            self._wake("")
+            place = Place(self._inode, self._offset, os.fstat(self._file.fileno()).st_mtime_ns)
+            self._unsaved = rows, place.mark()
+            self._save(self._unsaved)
+
+    def _save(self, unsaved: tuple[list[RequestSeen], str]) -> None:
+        """Appends rows to the stream; where that fails they stay for the next step."""
+        rows, mark = unsaved
+        self._stream.append(rows, mark=mark)
+        self._unsaved = None
+        self._metrics.requests.labels(source="file").inc(len(rows))
+        self._wake("")
 
     def _rows(self, lines: list[bytes]) -> list[RequestSeen]:
         found: list[tuple[int, dict[str, Any]]] = []
@@ -177,11 +216,13 @@ class Follower:
         for (number, values), ts in zip(found, times, strict=True):
             model = values["model"]
             if ts is None:
-                self._bad(f"ts is no time: {values['ts']!r}", number)
+                self._bad(f"ts is no time: {shortened(repr(values['ts']))}", number)
             elif ts > now_s + _AHEAD_S:
-                self._bad(f"ts lies in the future: {values['ts']!r}", number)
+                self._bad(f"ts lies in the future: {shortened(repr(values['ts']))}", number)
             elif not isinstance(model, str) or not model:
-                self._bad(f"model is no name: {model!r}", number)
+                self._bad(f"model is no name: {shortened(repr(model))}", number)
+            elif len(model.encode(errors="replace")) > NAME_LIMIT_BYTES:
+                self._bad(f"model is longer than {NAME_LIMIT_BYTES} bytes: {shortened(repr(model))}", number)
             else:
                 rows.append(_request(ts, model, values))
         return rows

@@ -31,6 +31,8 @@ _IDS_KEPT = 100_000
 _START_S = 300.0
 #: Feature rows of ticks that one step computes at most: some 100 MB. After a silence the last ticks are what counts.
 _MOST_TICK_ROWS = 400_000
+#: Ticks that one step computes at most: two weeks of minutes.
+_MOST_TICKS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class Learner:
             return np.zeros(0)
         last = int(until_s // self._tick_s)
         first = max(self._ticked + 1, int(np.ceil(from_s / self._tick_s)))
-        most = max(1, _MOST_TICK_ROWS // max(1, len(self.names)))
+        most = min(_MOST_TICKS, max(1, _MOST_TICK_ROWS // max(1, len(self.names))))
         first = max(first, last + 1 - most)
         self._ticked = max(self._ticked, last)
         return np.arange(first, last + 1).astype(np.float64) * self._tick_s

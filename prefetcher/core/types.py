@@ -12,6 +12,7 @@ from typing import NewType
 
 __all__ = [
     "HORIZONS_S",
+    "NAME_LIMIT_BYTES",
     "Arm",
     "Cause",
     "DecisionId",
@@ -27,6 +28,9 @@ __all__ = [
     "WeightsKey",
     "Window",
 ]
+
+#: A longer name of a model, user, node or version is not taken in.
+NAME_LIMIT_BYTES = 512
 
 ModelName = NewType("ModelName", str)
 ModelVersion = NewType("ModelVersion", str)
