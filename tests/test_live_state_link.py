@@ -191,9 +191,10 @@ def test_no_order_is_lost_with_a_server_that_is_killed(folder: Path, server: Emb
 
 
 class Refusing(MemoryState):
-    """A store that refuses the next `refusals` writes of a ledger, and says what it took."""
+    """A store that refuses the next `refusals` writes of a ledger, or of anything (`full`, and counts down), and says what it took."""
 
     refusals = 0
+    full = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +202,7 @@ class Refusing(MemoryState):
 
     def write(self, items: Mapping[str, bytes], expire_s: float | None = None) -> None:
         names = {key.rsplit(":", 1)[1] for key in items}
-        if "ledger" in names and self.refusals:
+        if self.refusals and (self.full or "ledger" in names):
             self.refusals -= 1
             raise UnavailableError("not now")
         super().write(items, expire_s)
@@ -248,3 +249,19 @@ def test_a_store_that_stays_away_does_not_keep_the_agent_from_ending(folder: Pat
         node.agent.close()
     assert [e["event"] for e in logged if e["log_level"] == "error"] == ["ledger_not_saved"]
     assert not node.socket.exists()
+
+
+def test_a_store_that_answers_and_takes_nothing_is_away_once(folder: Path) -> None:
+    state = Refusing()
+    node = Node(folder, state)
+    try:
+        eventually(lambda: node.report())
+        with structlog.testing.capture_logs() as logged:
+            state.refusals, state.full = 4, True
+            node.open("m0")
+            # Plans are read meanwhile, which does not make it well.
+            eventually(lambda: node.agent.plan_written() or (not state.refusals and not node.is_away()))
+            eventually(lambda: node.totals().get("opens") == 1)
+        assert [e["event"] for e in logged if e["event"].startswith("state_")] == ["state_away", "state_back"]
+    finally:
+        node.agent.close()

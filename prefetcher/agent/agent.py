@@ -385,7 +385,7 @@ class Agent:
         if passed_s >= _REPORT_S or (self._changed and passed_s >= _TICK_S and not self._link.away):
             self._reported_at_s, self._changed = now_s, False
             self._report()
-            if self._kept.is_due():
+            if self._kept.is_due() and not self._link.away:
                 self._link.keep(self._kept.snapshot(self._totals()))
 
     def _report(self) -> None:

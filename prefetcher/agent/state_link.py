@@ -66,9 +66,10 @@ class StateLink:
         self._last: Snapshot | None = None
         self._last_written = False
         self._end_s = float("inf")
+        self._given_up = False
         self._plan: bytes | None = None
         self._thread: threading.Thread | None = None
-        #: Whether the last try failed.
+        #: Whether a try failed and no report was written since.
         self.away = False
 
     def start(self) -> None:
@@ -101,6 +102,7 @@ class StateLink:
             self._stop.set()
             self._wake.set()
             thread.join(_CLOSE_S)
+            self._given_up = thread.is_alive()
         return last is None or self._last_written
 
     # --- the link's thread ---
@@ -109,6 +111,9 @@ class StateLink:
         try:
             self._run()
         except BaseException as exc:
+            # Whoever closed the link closes the store next, under a call that still hangs.
+            if self._given_up:
+                return
             self._on_died(exc)
             raise
 
@@ -136,9 +141,6 @@ class StateLink:
                 log().warning("state_away", reason=str(exc), then="the last plan and the agent's own timers go on")
             self.away = True
             return False
-        if self.away:
-            log().info("state_back")
-        self.away = False
         return True
 
     def _exchange(self) -> None:
@@ -157,6 +159,9 @@ class StateLink:
             if snapshot is not None:
                 self._write(snapshot)
             written = True
+            if self.away and shown is not None:
+                log().info("state_back")
+                self.away = False
         finally:
             if snapshot is not None:
                 self._on_kept(snapshot, written)
