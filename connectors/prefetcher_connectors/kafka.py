@@ -289,7 +289,8 @@ class KafkaStreams:
         return KafkaReader(consumer, names, self._error, self._options.brokers, start, revoked, shared=shared)
 
     def last_mark(self, topic: Topic) -> str | None:
-        consumer = self._consumer(None)
+        # Short waits: at the end of a partition nothing more comes.
+        consumer = self._consumer(None, fetch_max_wait_ms=50)
         try:
             return _last_mark(consumer, self.topic_name(topic))
         except errors.KafkaError as exc:

@@ -60,6 +60,7 @@ class KafkaReader:
         self._paused: set[Topic] = set()
         #: After what was polled last; a partition that is read from its oldest record is not in it before its first one.
         self._next: dict[TopicPartition, int] = {}
+        self._ends: dict[TopicPartition, int] = {}
         self._heard_s = self._looked_s = _clock.steady_s() - _SILENCE_S
         self._closed = False
         if shared:
@@ -87,14 +88,14 @@ class KafkaReader:
                 return [self._truncated(at, kept) for at, kept in exc.divergent_offsets.items()]
             except errors.KafkaError as exc:
                 if isinstance(exc.__cause__, PrefetcherError):
-                    raise exc.__cause__  # what `revoked` raised
+                    raise exc.__cause__ from None  # what `revoked` raised
                 raise self._error(exc, f"reading {', '.join(self._names)}") from exc
             if found:
                 self._heard_s = _clock.steady_s()
                 return [self._chunk(at, records) for at, records in found.items()]
             if _clock.steady_s() >= until_s and not self._new:
                 if _clock.steady_s() - self._heard_s > _SILENCE_S:
-                    self._ends()
+                    self._ask()
                 return ()
 
     def _chunk(self, at: TopicPartition, records: Sequence[Any]) -> Chunk:
@@ -172,17 +173,16 @@ class KafkaReader:
         self._next[at] = go_on
         return Chunk(self._partition(at), (), (), go_on)
 
-    def _ends(self) -> dict[TopicPartition, int]:
-        """Where the partitions end; whether anybody answers."""
+    def _ask(self) -> None:
+        """Where the partitions end, and with that, whether anybody answers."""
         asked = sorted(self._consumer.assignment()) or [TopicPartition(next(iter(self._names)), 0)]
         try:
-            ends: dict[TopicPartition, int] = self._consumer.end_offsets(asked, timeout_ms=_ANSWER_S * 1000)
+            self._ends.update(self._consumer.end_offsets(asked, timeout_ms=_ANSWER_S * 1000))
         except errors.KafkaTimeoutError as exc:
             raise UnavailableError(f"{self._brokers} does not answer; asked for the ends of {', '.join(self._names)}") from exc
         except errors.KafkaError as exc:
             raise self._error(exc, f"reading {', '.join(self._names)}") from exc
         self._heard_s = _clock.steady_s()
-        return ends
 
     def pause(self, topics: Sequence[Topic]) -> None:
         self._paused.update(topics)
@@ -200,18 +200,25 @@ class KafkaReader:
             self._consumer.commit_async(offsets)
 
     def lag(self) -> Mapping[Partition, int]:
+        """Mostly from what came with the last records; a partition of which nobody has said where it ends is not in it."""
         had = self._consumer.assignment() - self._new
-        if not had:
-            return {}
-        ends = self._ends()
+        if any(self._end(at) is None for at in had):
+            with contextlib.suppress(UnavailableError):
+                self._ask()
         behind: dict[Partition, int] = {}
         for at in had:
-            position = self._next.get(at)
+            end, position = self._end(at), self._next.get(at)
             if position is None:
                 position = self._consumer.position(at, timeout_ms=_ANSWER_S * 1000)
-            if at in ends and position is not None:
-                behind[self._partition(at)] = max(0, ends[at] - position)
+            if end is not None and position is not None:
+                self._next[at] = position
+                behind[self._partition(at)] = max(0, end - position)
         return behind
+
+    def _end(self, at: TopicPartition) -> int | None:
+        """The newest that is known: an answer, or what came with records; while a topic is paused, only `_ask` tells."""
+        ends = [end for end in (self._ends.get(at), self._consumer.highwater(at)) if end is not None]
+        return max(ends, default=None)
 
     def close(self) -> None:
         self._closed = True

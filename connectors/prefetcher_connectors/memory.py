@@ -1,15 +1,17 @@
-"""Twins in memory of the request stream and the state store: tests and demonstrations without a disk."""
+"""Twins in memory of the streams and the state store: tests and demonstrations without a disk."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prefetcher.clock import Clock, SystemClock
 from prefetcher.core.types import RequestSeen
-from prefetcher.ports import RequestBatch
+from prefetcher.ports import Partition, Positions, RequestBatch, StreamReader, StreamWriter, Topic
+from prefetcher_connectors.local_readers import LocalReaders
+from prefetcher_connectors.segments import Lines
 
-__all__ = ["MemoryState", "MemoryStream"]
+__all__ = ["MemoryState", "MemoryStream", "MemoryStreams"]
 
 
 class MemoryStream:
@@ -103,6 +105,83 @@ class MemoryState:
             for key in keys:
                 self._values.pop(key, None)
                 self._lists.pop(key, None)
+
+    def close(self) -> None:
+        pass
+
+
+class _MemoryLog:
+    """One topic's records; a position is the number of records before it."""
+
+    def __init__(self) -> None:
+        self.values: list[bytes] = []
+        self.mark: str | None = None
+
+    def read(self, position: int, limit: int) -> Lines:
+        if position > len(self.values):  # a position of another stream
+            return Lines((), (), 0)
+        values = self.values[position : position + max(0, limit)]
+        after = position + len(values)
+        return Lines(range(position, after), values, after)
+
+    def start(self) -> int:
+        return 0
+
+    def end(self) -> int:
+        return len(self.values)
+
+    def drop_before(self, position: int) -> None:
+        pass
+
+
+class MemoryStreams:
+    """Streams in memory, one partition each; they stay when they are closed, for who opens them again."""
+
+    def __init__(self) -> None:
+        self._logs = {topic: _MemoryLog() for topic in Topic}
+        self._lock = threading.Lock()
+        self._readers = LocalReaders(self._logs)
+
+    def prepare(self) -> None:
+        pass
+
+    def writer(self) -> StreamWriter:
+        return _MemoryWriter(self._logs, self._lock, self._readers)
+
+    def reader(
+        self,
+        topics: Sequence[Topic],
+        name: str,
+        start: Callable[[Sequence[Partition]], Positions],
+        revoked: Callable[[Sequence[Partition]], None] = lambda partitions: None,
+        *,
+        shared: bool = False,
+    ) -> StreamReader:
+        return self._readers.reader(topics, name, start, shared=shared)
+
+    def last_mark(self, topic: Topic) -> str | None:
+        return self._logs[topic].mark
+
+    def close(self) -> None:
+        pass
+
+
+class _MemoryWriter:
+    def __init__(self, logs: Mapping[Topic, _MemoryLog], lock: threading.Lock, readers: LocalReaders) -> None:
+        self._logs = logs
+        self._lock = lock
+        self._readers = readers
+
+    def append(self, topic: Topic, records: Sequence[tuple[str, bytes]], mark: str | None = None, timeout_s: float = 1.0) -> None:
+        log = self._logs[topic]
+        with self._lock:
+            log.values.extend(value for _, value in records)
+            if records and mark is not None:
+                log.mark = mark
+        self._readers.appended()
+
+    def check(self) -> str:
+        return ""
 
     def close(self) -> None:
         pass
