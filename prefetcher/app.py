@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -55,11 +56,16 @@ class App:
         self.failure = ""
 
     def start(self) -> None:
-        """Starts every part. Raises PrefetcherError and leaves nothing running when one of them can't be started."""
+        """Starts every part. Raises PrefetcherError and leaves nothing, running or half-made, when one of them can't be started."""
+        folder = self._settings.state.dir.expanduser().absolute()
+        is_new = not folder.exists()
         try:
             self._start()
         except BaseException:
+            is_ours = any(name == "request log" for name, _ in self._closing)
             self.stop()
+            if is_new and is_ours:
+                shutil.rmtree(folder, ignore_errors=True)
             raise
 
     def _start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,19 @@ def test_help_names_every_command(tmp_path: Path) -> None:
     assert done.returncode == 0
     for name in ("up", "status", "pin", "unpin", "load", "evict", "off", "on", "manifest", "replay", "bench", "demo", "compile"):
         assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--models", "AT/none"), ("--follow", "AT/log", "--map", "nonsense"), ("--host-dir", "AT/none"), ("--port", "PORT")]
+)
+def test_a_start_that_fails_leaves_no_state_folder(tmp_path: Path, wrong: tuple[str, ...]) -> None:
+    (tmp_path / "models").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        options = {"--models": str(tmp_path / "models"), "--host-bytes": "1MB", "--port": "0", "--state-dir": str(tmp_path / "st")}
+        options |= {"--socket": str(tmp_path / "agent.sock")}
+        options |= {name: value.replace("PORT", port).replace("AT", str(tmp_path)) for name, value in zip(wrong[::2], wrong[1::2], strict=True)}
+        done = run("up", *(part for option in options.items() for part in option))
+    assert done.returncode in (1, 2)
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert not (tmp_path / "st").exists()

@@ -36,6 +36,14 @@ def hazard() -> Any:
     return Hazard()
 
 
+def test_a_silence_of_decades_costs_no_more_than_two_weeks_of_ticks() -> None:
+    learner = Learner(lambda: None)
+    learner.take(rows(5), {}, T0 + 60.0)
+    taken = learner.take([], {}, T0 + 40 * 365 * 86_400.0)
+    assert len(taken.ticks) == 20_000
+    assert taken.ticks[-1] == (T0 + 40 * 365 * 86_400.0) // 60.0 * 60.0
+
+
 def test_a_restored_learner_goes_on_as_if_nothing_had_happened() -> None:
     log = rows(400)
     straight, first = Learner(hazard), Learner(hazard)
