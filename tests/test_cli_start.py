@@ -96,7 +96,8 @@ def test_a_start_that_fails_leaves_no_state_folder(tmp_path: Path, wrong: tuple[
         port = str(taken.getsockname()[1])
         options = {"--models": str(tmp_path / "models"), "--host-bytes": "1MB", "--port": "0", "--state-dir": str(tmp_path / "st")}
         options |= {"--socket": str(tmp_path / "agent.sock")}
-        options |= {name: value.replace("PORT", port).replace("AT", str(tmp_path)) for name, value in zip(wrong[::2], wrong[1::2], strict=True)}
+        given = (part.replace("PORT", port).replace("AT", str(tmp_path)) for part in wrong[1::2])
+        options |= dict(zip(wrong[::2], given, strict=True))
         done = run("up", *(part for option in options.items() for part in option))
     assert done.returncode in (1, 2)
     assert done.stderr.splitlines()[-1].startswith("error: ")

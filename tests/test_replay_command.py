@@ -7,11 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prefetcher.compiling import compile_kernels
 from prefetcher.errors import InputError
 from prefetcher.replay import run
 from prefetcher.replay.run import replay_command
 
 GB = 10**9
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    compile_kernels()
 
 
 def log_of(path: Path, first: str = "") -> Path:

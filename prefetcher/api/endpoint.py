@@ -135,7 +135,7 @@ def _read_records(raw: bytes, now_s: float) -> list[RequestRecord] | Response:
         ]
     except ValidationError as exc:
         errors = [
-            FieldProblem(field=_name(single, int(e["loc"][0]), tuple(e["loc"][1:])), reason=str(e["msg"]))
+            FieldProblem(field=_name(single, int(e["loc"][0]), tuple(e["loc"][1:])), reason=str(e["msg"]).removeprefix("Value error, "))
             for e in exc.errors()
         ]
     if errors:
