@@ -60,6 +60,7 @@ class Metrics:
             "The part of it that belongs to prefetches never used.",
             registry=registry,
         )
+        self.hints = Counter("prefetcher_hints_total", "Hints that a controller took in, by what they were.", ["result"], registry=registry)
         self.fallbacks = Counter(
             "prefetcher_predictor_fallbacks_total",
             "Forecasts that a predictor could not make.",
@@ -67,6 +68,18 @@ class Metrics:
             registry=registry,
         )
         self.lag = Gauge("prefetcher_stream_lag_bytes", "Request log written and not yet learned from.", registry=registry)
+        self.ingest_records = Counter("prefetcher_ingest_records_total", "Records of the requests topic.", ["result"], registry=registry)
+        self.ingest_batch_time = Histogram(
+            "prefetcher_ingest_batch_seconds", "Time to take in one batch of a partition.", registry=registry, buckets=_PLAN_BUCKETS
+        )
+        self.ingest_lag = Gauge("prefetcher_ingest_lag_records", "Records not polled yet.", registry=registry)
+        self.ingest_waits = Counter(
+            "prefetcher_ingest_waits_total", "Tries that failed and are repeated.", ["reason"], registry=registry
+        )
+        self.ingest_reloads = Counter(
+            "prefetcher_ingest_reloads_total", "Partitions whose tables were loaded or counted again.", ["reason"], registry=registry
+        )
+        self.history_hours = Counter("prefetcher_history_hours_total", "Hours of a partition written as parquet.", registry=registry)
         self.snapshots = Counter("prefetcher_snapshots_total", "Snapshots of what was learned.", registry=registry)
         self.prefetching = Gauge("prefetcher_prefetching", "1 while prefetching is on.", registry=registry)
         self.locked = Gauge("prefetcher_host_locked", "1 while the host tier is locked in memory.", registry=registry)

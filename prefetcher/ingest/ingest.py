@@ -1,0 +1,381 @@
+"""The ingest loop: requests topic -> tables and dead letters, one batch at a time, each counted once whatever dies in between.
+
+The order in a batch: bad records are acknowledged in the dead-letter topic; then the tables and the offset change in one atomic step; then
+the broker is told. A kill before the second repeats dead letters, which are told apart by topic, partition and offset; a kill after it
+repeats nothing, since where to read on is taken from the tables. A step that finds another offset stored than its batch began at changes
+nothing: the partition is loaded again. Covers no rules of counting (`counting`), no keys (`tables`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import redis
+
+from prefetcher.clock import Clock
+from prefetcher.core.traffic_state import LATE_S
+from prefetcher.core.types import RequestSeen
+from prefetcher.errors import NoRoomError, UnavailableError
+from prefetcher.ingest.counting import PartitionCounts
+from prefetcher.ingest.decoding import BadRow, Decoded, RowDecoder
+from prefetcher.ingest.history import write_hour
+from prefetcher.ingest.tables import Tables, why
+from prefetcher.ports import Chunk, Partition, Positions, StreamReader, Streams, StreamWriter, Topic
+from prefetcher.telemetry.logs import log
+from prefetcher.telemetry.metrics import Metrics
+from prefetcher.wire import encode
+
+__all__ = ["Ingest", "IngestOptions"]
+
+_HOUR_S = 3600
+#: Between tries, doubled each time: a server that was started again answers within a second, and one that is back is noticed within 5 s.
+_BACK_OFF_S = 0.1
+_MOST_BACK_OFF_S = 5.0
+#: One append of dead letters: 5.5 kB each at most, so 1.4 MB.
+_LETTERS_AT_ONCE = 256
+_LETTER_TIMEOUT_S = 10.0
+#: Between tries to write the history, and between lines about bad records of one reason.
+_HISTORY_RETRY_S = 60.0
+_SAY_AGAIN_S = 60.0
+_LAG_S = 5.0
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """`late_s`: how much older than the newest row of its partition a row may be. `keep_s`: minutes stay in Redis so long, and up to an
+    hour more; then they go to the parquet folder `history`, or are deleted without one. `topic` names the requests topic in dead letters.
+    """
+
+    late_s: float = LATE_S
+    ahead_s: float = 60.0
+    most_bytes: int = 1_000_000
+    batch: int = 10_000
+    keep_s: float = 3.0 * _HOUR_S
+    most_models: int = 100_000
+    most_users: int = 10_000
+    history: Path | None = None
+    topic: str = Topic.REQUESTS.value
+    #: How long one look waits for records.
+    idle_s: float = 0.5
+
+
+class _DroppedError(Exception):
+    """The batch in hand is nobody's any more: the partition was taken away, or the process stops."""
+
+
+class Ingest:
+    """One member of the ingest group; `mapping` reads a foreign topic's records (`decoding.RowDecoder`). `run` is for one thread."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        client: redis.Redis,
+        clock: Clock,
+        metrics: Metrics,
+        options: IngestOptions | None = None,
+        mapping: Callable[[bytes], RequestSeen] | None = None,
+    ) -> None:
+        self._streams = streams
+        self._clock = clock
+        self._metrics = metrics
+        self._options = options = options or IngestOptions()
+        self._decode = RowDecoder(options.most_bytes, options.ahead_s, mapping)
+        self._tables = Tables(client, options.late_s, options.most_models, options.most_users)
+        self._counts: dict[Partition, PartitionCounts] = {}
+        self._reader: StreamReader | None = None
+        self._writer: StreamWriter | None = None
+        self._polling = False
+        #: Give all partitions up after this batch, and take them again at the offsets that are stored.
+        self._again = False
+        self._stop = threading.Event()
+        self._trouble = ""
+        self._history_again_s = self._lag_again_s = 0.0
+        self._said: dict[str, float] = {}
+
+    def run(self, stop: threading.Event) -> None:
+        """Counts what comes, until `stop`."""
+        self._stop = stop
+        try:
+            while not stop.is_set():
+                self.step()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leaves the group. What was polled and not stored is read again by whoever comes next."""
+        self._leave()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def step(self) -> bool:
+        """Takes in one batch; whether there was one. Waits while streams or Redis are away, or full."""
+        if self._reader is None:
+            self._warn_of_eviction()
+            self._reader = self._streams.reader([Topic.REQUESTS], "ingest", self._start, self._revoked, shared=True)
+        try:
+            chunks = self._poll(self._options.batch, self._options.idle_s)
+        except UnavailableError as exc:
+            self._tell_trouble("streams_away", str(exc))
+            self._clock.wait(self._stop, _BACK_OFF_S * 10)
+            return False
+        if self._trouble == "streams_away":
+            self._tell_well()
+        done: dict[Partition, int] = {}
+        for chunk in chunks:
+            try:
+                with self._metrics.ingest_batch_time.time():
+                    self._take(chunk)
+            except _DroppedError:
+                continue
+            counts = self._counts.get(chunk.partition)
+            if counts is not None and counts.offset is not None:
+                done[chunk.partition] = counts.offset
+        if done:
+            self._reader.done(done)
+        self._tell_lag()
+        self._compact()
+        if self._again:
+            self._leave()
+        return bool(chunks)
+
+    def _tell_lag(self) -> None:
+        """The broker is asked, so not each time."""
+        assert self._reader is not None
+        if self._clock.steady_s() >= self._lag_again_s:
+            self._lag_again_s = self._clock.steady_s() + _LAG_S
+            with contextlib.suppress(UnavailableError):  # the next poll says so
+                self._metrics.ingest_lag.set(sum(self._reader.lag().values()))
+
+    def _poll(self, limit: int, timeout_s: float) -> Sequence[Chunk]:
+        assert self._reader is not None
+        self._polling = True
+        try:
+            return self._reader.poll(limit, timeout_s)
+        finally:
+            self._polling = False
+
+    # Partitions that come and go
+
+    def _start(self, partitions: Sequence[Partition]) -> Positions:
+        positions: dict[Partition, int] = {}
+        for partition in partitions:
+            try:
+                counts = self._load(partition)
+            except _DroppedError:
+                return {}
+            self._counts[partition] = counts
+            if counts.offset is not None:
+                positions[partition] = counts.offset
+            log().info("partition_taken", partition=partition.number, offset=counts.offset, rows=counts.rows)
+        return positions
+
+    def _revoked(self, partitions: Sequence[Partition]) -> None:
+        for partition in partitions:
+            if self._counts.pop(partition, None) is not None:
+                log().info("partition_given_up", partition=partition.number)
+
+    def _load(self, partition: Partition) -> PartitionCounts:
+        """What is stored; what is stored no longer whole is deleted, to be counted anew from the oldest record that is kept."""
+        counts, wrong = self._ask(lambda: self._tables.load(partition.number))
+        if not wrong:
+            return counts
+        return self._wipe(partition, counts, f"state_{wrong}")
+
+    def _wipe(self, partition: Partition, counts: PartitionCounts, reason: str) -> PartitionCounts:
+        held = self._tables.held(counts)
+        log().warning("tables_rebuilt", partition=partition.number, reason=reason, then="counting the topic again from its oldest record")
+        self._metrics.ingest_reloads.labels(reason=reason).inc()
+        if self._ask(lambda: self._tables.wipe(partition.number, held)) != "ok":
+            return self._load(partition)
+        return self._ask(self._tables.new_counts)
+
+    def _read_again(self) -> None:
+        """Drops what else was polled: the next step reads from the offsets that are stored."""
+        self._again = True
+        self._counts.clear()
+
+    def _leave(self) -> None:
+        reader, self._reader, self._again = self._reader, None, False
+        self._counts.clear()
+        if reader is not None:
+            reader.close()
+
+    # One batch of one partition
+
+    def _take(self, chunk: Chunk) -> None:
+        counts = self._counts.get(chunk.partition)
+        if counts is None:
+            return
+        if chunk.lost:
+            self._metrics.ingest_records.labels(result="lost").inc(chunk.lost)
+            log().warning("records_lost", partition=chunk.partition.number, lost=chunk.lost, then="reading on from the oldest one kept")
+        begin = counts.offset or 0
+        if chunk.next_offset <= begin:
+            if self._began_anew(chunk, begin):
+                self._wipe(chunk.partition, counts, "stream_anew")
+                self._read_again()
+            else:
+                self._metrics.ingest_records.labels(result="again").inc(len(chunk.offsets))
+            return
+        decoded = self._decode(chunk.offsets, chunk.values, self._clock.now_s()).since(begin)
+        if decoded.bad:
+            self._bury(chunk.partition, decoded.bad)
+        self._count(chunk, decoded)
+
+    def _began_anew(self, chunk: Chunk, begin: int) -> bool:
+        """Whether the stream was deleted and made again, or cut: it goes on before `begin` without a record, or ends before it."""
+        assert self._reader is not None
+        if not chunk.offsets:
+            return chunk.next_offset < begin
+        try:
+            lag = self._reader.lag().get(chunk.partition)
+        except UnavailableError:
+            return False
+        return lag is not None and chunk.next_offset + lag < begin
+
+    def _bury(self, partition: Partition, rows: list[BadRow]) -> None:
+        """Appends dead letters, and returns once they are acknowledged."""
+        now_s = self._clock.now_s()
+        for reason, count in Counter(row.reason for row in rows).items():
+            self._metrics.bad_requests.labels(source="topic", reason=reason).inc(count)
+            if now_s >= self._said.get(reason, 0.0):
+                self._said[reason] = now_s + _SAY_AGAIN_S
+                first = next(row for row in rows if row.reason == reason)
+                log().warning("record_refused", reason=reason, partition=partition.number, offset=first.offset, detail=first.detail[:200])
+        if self._writer is None:
+            self._writer = self._streams.writer()
+        writer, whose = self._writer, f"{self._options.topic}/{partition.number}"
+        for start in range(0, len(rows), _LETTERS_AT_ONCE):
+            letters = [(whose, encode(r.letter(partition, self._options.topic, now_s))) for r in rows[start : start + _LETTERS_AT_ONCE]]
+            self._ask(partial(writer.append, Topic.DEAD_LETTER, letters, timeout_s=_LETTER_TIMEOUT_S), partition)
+
+    def _count(self, chunk: Chunk, decoded: Decoded) -> None:
+        partition = chunk.partition
+        while True:
+            counts = self._counts.get(partition)
+            begin = 0 if counts is None else counts.offset or 0
+            if counts is None or chunk.next_offset <= begin:
+                return
+            rows = decoded.since(begin)
+            before = (counts.rows, counts.late, counts.unlisted)
+            expected = self._tables.held(counts)
+            changes = counts.take(rows, chunk.next_offset)
+            commit = self._tables.prepare(partition.number, expected, counts, changes)
+            answer = self._ask(partial(self._tables.store, commit), partition)
+            if answer == "ok":
+                after = (counts.rows, counts.late, counts.unlisted)
+                for result, old, new in zip(("counted", "late", "unlisted"), before, after, strict=True):
+                    self._metrics.ingest_records.labels(result=result).inc(new - old)
+                self._metrics.ingest_records.labels(result="bad").inc(len(rows.bad))
+                return
+            self._counts[partition] = found = self._load_after(answer, partition)
+            if (found.offset or 0) < begin:
+                self._read_again()
+                return
+
+    def _load_after(self, answer: str, partition: Partition) -> PartitionCounts:
+        """What is stored instead of what a commit expected."""
+        if answer == "damaged":
+            return self._wipe(partition, self._ask(lambda: self._tables.load(partition.number))[0], "state_damaged")
+        reason = "state_lost" if answer == "/" else "changed_by_others"
+        log().warning("tables_loaded_again", partition=partition.number, reason=reason, stored=answer)
+        self._metrics.ingest_reloads.labels(reason=reason).inc()
+        return self._load(partition)
+
+    # Waiting
+
+    def _ask(self, ask: Callable[[], _T], partition: Partition | None = None) -> _T:
+        """The answer of Redis or of the dead-letter topic, however long it takes; nothing else is read meanwhile.
+
+        Raises:
+            _DroppedError: `stop`, or `partition` was taken away.
+        """
+        back_off_s = _BACK_OFF_S
+        while True:
+            try:
+                answer = ask()
+            except redis.RedisError as exc:
+                self._tell_trouble(why(exc), str(exc))
+                if self._trouble == "state_full":
+                    self._compact(0.0)
+            except UnavailableError as exc:
+                self._tell_trouble("dead_letters_away", str(exc))
+            except NoRoomError as exc:
+                self._tell_trouble("dead_letters_full", str(exc))
+            else:
+                self._tell_well()
+                return answer
+            self._keep_waiting(back_off_s)
+            back_off_s = min(2.0 * back_off_s, _MOST_BACK_OFF_S)
+            if self._stop.is_set() or (partition is not None and partition not in self._counts):
+                raise _DroppedError
+
+    def _keep_waiting(self, wait_s: float) -> None:
+        if self._reader is not None and not self._polling:
+            # Whoever does not poll is taken for dead by the group.
+            self._reader.pause([Topic.REQUESTS])
+            try:
+                self._poll(1, 0.0)
+            except UnavailableError:
+                log().debug("streams_away_too")
+            self._reader.resume([Topic.REQUESTS])
+        self._clock.wait(self._stop, wait_s)
+
+    def _tell_trouble(self, reason: str, detail: str) -> None:
+        self._metrics.ingest_waits.labels(reason=reason).inc()
+        if reason != self._trouble:
+            self._trouble = reason
+            log().warning("ingest_waits", reason=reason, detail=detail, then="trying again; nothing is skipped")
+
+    def _tell_well(self) -> None:
+        if self._trouble:
+            log().info("ingest_goes_on", after=self._trouble)
+            self._trouble = ""
+
+    def _warn_of_eviction(self) -> None:
+        try:
+            policy = self._tables.evicts()
+        except redis.RedisError:
+            return  # the next question waits for it
+        if policy:
+            log().warning(
+                "state_may_be_evicted", policy=policy, then="set maxmemory-policy noeviction: what is thrown away is counted again"
+            )
+
+    # Closed hours
+
+    def _compact(self, keep_s: float | None = None) -> None:
+        """Moves hours that can't change any more, and are older than `keep_s`, from Redis to the history."""
+        keep_s = max(self._options.keep_s if keep_s is None else keep_s, self._options.late_s)
+        for partition, counts in self._counts.items():
+            closed = sorted(hour for hour in counts.hours if (hour + 1) * _HOUR_S <= counts.newest_s - keep_s)
+            if not closed or self._clock.steady_s() < self._history_again_s:
+                continue
+            try:
+                for hour in closed:
+                    self._compact_hour(partition.number, hour)
+                    counts.hours.discard(hour)
+            except OSError as exc:
+                self._history_again_s = self._clock.steady_s() + _HISTORY_RETRY_S
+                log().warning("history_not_written", reason=str(exc), then="minutes stay in Redis; free some room or fix the folder")
+            except redis.RedisError as exc:
+                log().warning("history_delayed", reason=why(exc), detail=str(exc))
+                return
+
+    def _compact_hour(self, partition: int, hour: int) -> None:
+        first = hour * 60
+        counts = self._tables.read_minutes(partition, first, first + 59)
+        if self._options.history is not None and counts:
+            write_hour(self._options.history, partition, hour, counts)
+            self._metrics.history_hours.inc()
+        self._tables.delete_minutes(partition, list(counts))
