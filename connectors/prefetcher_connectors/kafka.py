@@ -38,6 +38,8 @@ _DELIVERY_S = 30.0
 _RECONNECT_S = 1.0
 #: How soon partitions that were added are found.
 _METADATA_S = 3.0
+#: A member hears of another that came or left by the answer to a heartbeat, twice until partitions are handed over.
+_HEARTBEAT_S = 1.0
 #: Real waiting time of a topic that was made: the broker elects leaders in well under a second.
 _MADE_S = 5.0
 #: A peer that vanished without a word: probed after 10 s of silence, given up 9 s later; what was sent and not confirmed, after 10 s.
@@ -82,8 +84,8 @@ class KafkaOptions:
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
-    #: A shared reader that was not heard of for so long is taken to be dead. Heartbeats come three times as often; ten seconds outlast a
-    #: stop-the-world pause and a leader election of the broker (9 s), and are what a killed member's partitions wait for.
+    #: A shared reader that was not heard of for so long is taken to be dead: what a killed member's partitions wait for. Ten heartbeats; it
+    #: outlasts a pause of the member and the election of a new leader (9 s by default), and is above the least that brokers allow (6 s).
     session_s: float = 10.0
     #: Bytes of records that may wait for their acknowledgement.
     pending_bytes: int = 32_000_000
@@ -283,7 +285,7 @@ class KafkaStreams:
             f"{self._options.prefix}.{name}",
             partition_assignment_strategy=(CooperativeStickyAssignor,),
             session_timeout_ms=session_ms,
-            heartbeat_interval_ms=session_ms // 3,
+            heartbeat_interval_ms=min(session_ms // 3, int(_HEARTBEAT_S * 1000)),
         )
         names = {self.topic_name(topic): topic for topic in topics}
         return KafkaReader(consumer, names, self._error, self._options.brokers, start, revoked, shared=shared)

@@ -160,6 +160,7 @@ class KafkaReader:
             self._log.warning("stream_made_anew", **facts)
         else:
             self._log.warning("records_lost", lost=max(0, oldest - asked), **facts)
+        self._ends[at] = end
         go_on = asked if oldest <= asked <= end else oldest
         self._consumer.seek(at, go_on)
         self._next[at] = go_on
@@ -216,9 +217,11 @@ class KafkaReader:
         return behind
 
     def _end(self, at: TopicPartition) -> int | None:
-        """The newest that is known: an answer, or what came with records; while a topic is paused, only `_ask` tells."""
-        ends = [end for end in (self._ends.get(at), self._consumer.highwater(at)) if end is not None]
-        return max(ends, default=None)
+        """What came with the last records; while a topic is paused none come, and only `_ask` tells."""
+        asked, came = self._ends.get(at), self._consumer.highwater(at)
+        if came is None or (asked is not None and self._names[at.topic] in self._paused):
+            return asked
+        return int(came)
 
     def close(self) -> None:
         self._closed = True

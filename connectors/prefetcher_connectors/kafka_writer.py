@@ -12,7 +12,7 @@ from kafka import KafkaProducer
 from kafka.partitioner.default import murmur2
 
 from prefetcher.clock import SystemClock
-from prefetcher.errors import NoRoomError, PrefetcherError, UnavailableError, UsageError
+from prefetcher.errors import NoRoomError, PrefetcherError, TemporaryError, UnavailableError, UsageError
 from prefetcher.ports import Topic
 
 __all__ = ["MARK_HEADER", "KafkaWriter"]
@@ -54,6 +54,8 @@ class KafkaWriter:
         self._lock = threading.Lock()
         self._pending = 0
         self._mark_ms = 0
+        #: Why the last append failed, '' when it did not.
+        self._problem = ""
 
     def append(self, topic: Topic, records: Sequence[tuple[str, bytes]], mark: str | None = None, timeout_s: float = 1.0) -> None:
         if not records:
@@ -64,12 +66,20 @@ class KafkaWriter:
         largest = max(len(key) + len(value) for key, value in keyed) + len(mark or "") * 4 + _ENVELOPE_BYTES
         if largest > self._most_record:
             raise UsageError(f"a record of {largest:,} bytes for {name}: at most {self._most_record:,} are taken")
-        if mark is None or len(keyed) == 1:
-            self._deliver(name, keyed, mark, until_s)
-        else:
-            # The last record says that all others are there, wherever they went; so it is sent after they are.
-            self._deliver(name, keyed[:-1], None, until_s)
-            self._deliver(name, keyed[-1:], mark, until_s)
+        try:
+            if mark is None or len(keyed) == 1:
+                self._deliver(name, keyed, mark, until_s)
+            else:
+                # The last record says that all others are there, wherever they went; so it is sent after they are.
+                self._deliver(name, keyed[:-1], None, until_s)
+                self._deliver(name, keyed[-1:], mark, until_s)
+        except TemporaryError as exc:
+            self._problem = str(exc)
+            raise
+        self._problem = ""
+
+    def check(self) -> str:
+        return self._problem
 
     def _deliver(self, name: str, keyed: Sequence[tuple[bytes, bytes]], mark: str | None, until_s: float) -> None:
         """Sends and waits for all acknowledgements."""
@@ -85,7 +95,8 @@ class KafkaWriter:
                 number = numbers[_key_hash(key) % len(numbers)]
                 futures.append(self._producer.send(name, value, key, headers, partition=number, timestamp_ms=time_ms))
             for future in futures:
-                future.get(max(0.0, until_s - _clock.steady_s()))
+                if not future.succeeded():  # most came with the ones before: asking is much cheaper than waiting
+                    future.get(max(0.0, until_s - _clock.steady_s()))
                 sent += 1
         except errors.KafkaTimeoutError as exc:
             raise UnavailableError(
