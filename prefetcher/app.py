@@ -26,11 +26,13 @@ from prefetcher.controller.follow import Follower
 from prefetcher.controller.learner import Learner, ScheduledPredictor
 from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName, RequestSeen
-from prefetcher.errors import BudgetError, NoRoomError, SettingsError, UnavailableError
+from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
+from prefetcher.ports import Streams, StreamWriter, Topic
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher_connectors.files import FileStream
+from prefetcher.wire import request_records
 from prefetcher_connectors.redis import HURRIED_S, PATIENT_S, EmbeddedServer, RedisState
+from prefetcher_connectors.streams import FileStreams
 
 if TYPE_CHECKING:
     import uvicorn
@@ -74,8 +76,7 @@ class App:
         listener = _listen(settings.api.host, settings.api.port)
         self._closing.append(("listener", listener.close))
         folder = settings.state.dir.expanduser().absolute()
-        stream = FileStream(folder / "requests", settings.stream.segment_bytes, settings.stream.keep_segments)
-        self._closing.append(("request log", stream.close))
+        streams = self._open_streams(folder)
         state, hurried_state = self._open_state(folder)
         metrics = Metrics()
         node = NodeName(settings.node.name)
@@ -84,10 +85,10 @@ class App:
         self._closing.append(("agent", agent.close))
         agent.on_died = self._part_died
         agent.start()
-        controller = self._start_controller(stream, state, agent, metrics)
+        controller = self._start_controller(streams, state, agent, metrics)
         service = Service(
             node,
-            stream,
+            streams.writer(),
             hurried_state,
             agent,
             self.clock,
@@ -99,7 +100,7 @@ class App:
         if settings.stream.follow is not None:
             follower = Follower(
                 settings.stream.follow,
-                stream,
+                streams,
                 self.clock,
                 metrics,
                 controller.wake,
@@ -108,6 +109,12 @@ class App:
             )
             self._run_thread("follow", follower.run)
         self._serve(service, listener)
+
+    def _open_streams(self, folder: Path) -> Streams:
+        streams = FileStreams(folder, self._settings.stream.segment_bytes, self._settings.stream.keep_segments)
+        self._closing.append(("streams", streams.close))
+        streams.prepare()
+        return streams
 
     def _open_state(self, folder: Path) -> tuple[RedisState, RedisState]:
         """The state store as threads of our own use it, and as those do who wait for an HTTP answer."""
@@ -124,12 +131,12 @@ class App:
         self._closing.append(("state", hurried.close))
         return state, hurried
 
-    def _start_controller(self, stream: FileStream, state: RedisState, agent: Agent, metrics: Metrics) -> Controller:
+    def _start_controller(self, streams: Streams, state: RedisState, agent: Agent, metrics: Metrics) -> Controller:
         decision = self._settings.decision
         node = NodeName(self._settings.node.name)
         group = ControlGroup(share=decision.control_ratio, seed=decision.seed)
         controller = Controller(
-            stream,
+            streams,
             state,
             Learner(lambda: _predictor(decision.seed), decision.tick_s),
             self.clock,
@@ -143,7 +150,8 @@ class App:
         agent.arm_of = lambda now_s: group.arm(node, now_s)
         unannounced: queue.SimpleQueue[RequestSeen] = queue.SimpleQueue()
         agent.on_unannounced = unannounced.put
-        self._run_thread("opens", lambda stop: _announce(unannounced, stream, controller, stop))
+        writer = streams.writer()
+        self._run_thread("opens", lambda stop: _announce(unannounced, writer, stop))
         agent.on_order_ended = lambda decision_id, outcome: controller.order_ended(node, decision_id, outcome)
         self._run_thread("controller", lambda stop: self._compile_and_run(controller, stop))
         return controller
@@ -243,15 +251,14 @@ def _server_not_restarted(reason: str) -> None:
     log().error("state_server_not_restarted", reason=reason, then="it is tried again every few seconds")
 
 
-def _announce(rows: queue.SimpleQueue[RequestSeen], stream: FileStream, controller: Controller, stop: threading.Event) -> None:
+def _announce(rows: queue.SimpleQueue[RequestSeen], writer: StreamWriter, stop: threading.Event) -> None:
     """Programs opened weights and nobody posted a row: such an open is one, and is learned from like the others."""
     while not stop.is_set():
         with contextlib.suppress(queue.Empty):
             row = rows.get(timeout=0.2)
             try:
-                stream.append([row])
-                controller.wake()
-            except NoRoomError as exc:
+                writer.append(Topic.REQUESTS, request_records([row]))
+            except TemporaryError as exc:
                 log().warning("open_not_learned", model=row.model, reason=str(exc))
 
 

@@ -136,7 +136,7 @@ def _learn() -> None:
     from prefetcher_models.trees import DEPTH, Forest
 
     learner = Learner(Hazard)
-    learner.take([RequestSeen(ts=1.0, model=ModelName("m"), user="u")], 1, 70.0)
+    learner.take([RequestSeen(ts=1.0, model=ModelName("m"), user="u")], {}, 70.0)
     traffic = Traffic.restore(learner.traffic.snapshot())
     traffic.rates(70.0)
     traffic.counts(0.0, 70.0)

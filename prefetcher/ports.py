@@ -5,6 +5,7 @@ A real implementation and its twin in memory pass the same contract tests. The c
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,18 +13,15 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from prefetcher.clock import Clock
-from prefetcher.core.types import RequestSeen, WeightsKey
+from prefetcher.core.types import WeightsKey
 
 __all__ = [
     "Acted",
-    "BadRecord",
     "Chunk",
     "Clock",
     "Engine",
     "Partition",
     "Positions",
-    "RequestBatch",
-    "RequestStream",
     "StateStore",
     "StreamReader",
     "StreamWriter",
@@ -40,57 +38,6 @@ class Acted:
 
     ok: bool
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class BadRecord:
-    """A record that could not be read: where (`position`) and why. It was skipped."""
-
-    position: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RequestBatch:
-    """Records in stream order, and the position to read on from; equal to the position that was read from when there is nothing new."""
-
-    requests: tuple[RequestSeen, ...]
-    next_position: int
-    bad: tuple[BadRecord, ...] = ()
-
-
-class RequestStream(Protocol):
-    """An ordered, durable log of requests. Positions are integers that grow; 0 is before the first record ever."""
-
-    def append(self, requests: Sequence[RequestSeen], mark: str | None = None) -> int:
-        """Appends in order and returns the position after them, once they are durable. `mark` is kept with the last of them.
-
-        Raises:
-            NoRoomError: the disk is full; nothing was appended.
-        """
-        ...
-
-    def read(self, position: int, limit: int) -> RequestBatch:
-        """Up to `limit` records from `position` on. A position that was already dropped reads on from the oldest record kept."""
-        ...
-
-    def end(self) -> int:
-        """The position after the last durable record."""
-        ...
-
-    def last_mark(self) -> str | None:
-        """The mark that was appended last, if any."""
-        ...
-
-    def check(self) -> str:
-        """'' while records can be appended, else why not: from the first append that failed on, until there is room again."""
-        ...
-
-    def drop_before(self, position: int) -> None:
-        """Allows records before `position` to be removed; how many are kept is the stream's own affair."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Topic(StrEnum):
@@ -140,6 +87,10 @@ class StreamWriter(Protocol):
                 tell them by an id.
             NoRoomError: the disk is full, or too much is waiting to be sent; nothing was appended.
         """
+        ...
+
+    def check(self) -> str:
+        """'' while records can be appended, else why not: from the first append that failed on, until there is room again."""
         ...
 
     def close(self) -> None: ...
@@ -245,6 +196,32 @@ class StateStore(Protocol):
         ...
 
     def delete(self, keys: Sequence[str]) -> None: ...
+
+    def take_lease(self, key: str, holder: str, ttl_s: float) -> bool:
+        """Whether `holder` has the lease from now on for `ttl_s` seconds: it was free, or its own already."""
+        ...
+
+    def drop_lease(self, key: str, holder: str) -> None:
+        """Gives the lease back if it is `holder`'s."""
+        ...
+
+    def see(self, key: str, member: str, at_s: float) -> None:
+        """Notes that `member` was there at `at_s`."""
+        ...
+
+    def members(self, key: str, since_s: float) -> list[str]:
+        """Members that were there at `since_s` or later, sorted."""
+        ...
+
+    def publish(self, channel: str, message: bytes) -> None:
+        """Tells whoever listens at this moment; nobody may."""
+        ...
+
+    def listen(self, channels: Sequence[str], hear: Callable[[str, bytes], None], stop: threading.Event) -> None:
+        """Calls `hear(channel, message)` for every message until `stop`; returns at once where the store does not answer or goes away,
+        after which whoever listens looks for himself what he missed, and listens again.
+        """
+        ...
 
     def close(self) -> None: ...
 

@@ -9,31 +9,32 @@ from __future__ import annotations
 
 import base64
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 
-from prefetcher.core.types import ModelName, ModelVersion, NodeName, RequestSeen
+from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, NodeName, RequestSeen
 
 __all__ = [
-    "LONGEST_NAME_BYTES",
     "MOST_VERSION",
     "VERSION",
     "DeadLetter",
     "HintMessage",
     "OutcomeMessage",
+    "RequestMapping",
     "RequestMessage",
     "decode_hint",
     "decode_outcome",
     "decode_request",
     "encode",
+    "read_request",
+    "request_records",
 ]
 
 #: The version that this program writes, and the newest that it reads: a version above it changed the meaning of a field.
 VERSION = 1
 MOST_VERSION = 1
-#: Names of models, nodes, versions, users, sessions and ids.
-LONGEST_NAME_BYTES = 512
 #: 2000-01-01: an earlier time is a unit that was mistaken.
 EARLIEST_S = 946_684_800.0
 
@@ -145,8 +146,8 @@ def problem_of_request(message: RequestMessage) -> str:
         return f"bad_count: count is {message.count}"
     for name in (message.model, message.user, message.node, message.version, message.request_id):
         # A character has at most four bytes.
-        if name is not None and len(name) * 4 > LONGEST_NAME_BYTES and len(name.encode("utf-8", "replace")) > LONGEST_NAME_BYTES:
-            return f"long_name: a name of more than {LONGEST_NAME_BYTES} bytes, {name[:40]!r}…"
+        if name is not None and len(name) * 4 > NAME_LIMIT_BYTES and len(name.encode("utf-8", "replace")) > NAME_LIMIT_BYTES:
+            return f"long_name: a name of more than {NAME_LIMIT_BYTES} bytes, {name[:40]!r}…"
     return ""
 
 
@@ -157,8 +158,8 @@ def decode_hint(value: bytes) -> HintMessage:
         raise ValueError(f"too_new: version {message.v}, this program reads up to {MOST_VERSION}")
     if not message.model or not message.hint_id:
         raise ValueError("empty_name: model or hint_id is empty")
-    if len(message.model.encode("utf-8", "replace")) > LONGEST_NAME_BYTES:
-        raise ValueError(f"long_name: a name of more than {LONGEST_NAME_BYTES} bytes, {message.model[:40]!r}…")
+    if len(message.model.encode("utf-8", "replace")) > NAME_LIMIT_BYTES:
+        raise ValueError(f"long_name: a name of more than {NAME_LIMIT_BYTES} bytes, {message.model[:40]!r}…")
     if not message.ts >= EARLIEST_S or math.isinf(message.ts):
         raise ValueError(f"bad_time: ts is {message.ts}, expected seconds since 1970")
     if not (0.0 <= message.in_s <= 86_400.0 and 0.0 < message.ttl_s <= 86_400.0):
@@ -180,3 +181,17 @@ def _decode(decoder: msgspec.json.Decoder[_T], value: bytes) -> _T:
         raise ValueError(f"not_json: {exc}") from exc
     except RecursionError as exc:
         raise ValueError("not_json: nested too deeply") from exc
+
+
+#: From a record's bytes to a row; raises ValueError as `decode_request` does.
+RequestMapping = Callable[[bytes], RequestSeen]
+
+
+def read_request(value: bytes) -> RequestSeen:
+    """The row in a message of our own format."""
+    return decode_request(value).to_request()
+
+
+def request_records(requests: Iterable[RequestSeen]) -> list[tuple[str, bytes]]:
+    """Rows as (key, value) pairs of the requests topic."""
+    return [(request.model, encode(RequestMessage.of(request))) for request in requests]

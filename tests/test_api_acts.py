@@ -22,7 +22,7 @@ from prefetcher.core.types import NodeName
 from prefetcher.errors import ModelNotFoundError
 from prefetcher.ports import Acted
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher_connectors.memory import MemoryState, MemoryStream
+from prefetcher_connectors.memory import MemoryState, MemoryStreams
 
 NODE = NodeName("node-0")
 NAMES = ("org/m", "a?b#c", "100%", "%2F", "a b", "модель", "a:pin", "a&b=c", ".")
@@ -44,7 +44,7 @@ def url() -> Iterator[str]:
     state = MemoryState(clock)
     known = tuple(KnownWeights(name, "v", 1000, 0.1) for name in NAMES)
     state.write({records.node_key(NODE, "report"): records.encode(NodeReport(NODE, 0.0, Memory(10_000, 0), 1e9, known=known))})
-    service = Service(NODE, MemoryStream(), state, Obeys(), clock, Metrics(), lambda reason: None, lambda: "")
+    service = Service(NODE, MemoryStreams().writer(), state, Obeys(), clock, Metrics(), lambda reason: None, lambda: "")
     server = uvicorn.Server(uvicorn.Config(make_endpoint(service, 1000), port=0, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()

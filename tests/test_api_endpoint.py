@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 from starlette.testclient import TestClient
+from stream_kit import FullStreams, rows_of
 
 from prefetcher.api.endpoint import make_endpoint
 from prefetcher.api.service import Service
 from prefetcher.clock import VirtualClock
 from prefetcher.controller import records
 from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport, OrderRecord
-from prefetcher.core.types import NodeName, RequestSeen
-from prefetcher.errors import NoRoomError, UnavailableError
+from prefetcher.core.types import ModelName, NodeName, RequestSeen
+from prefetcher.errors import UnavailableError
 from prefetcher.ports import Acted
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher_connectors.memory import MemoryState, MemoryStream
+from prefetcher_connectors.memory import MemoryState, MemoryStreams
 
 T0 = 1_767_225_600.0
 NODE = NodeName("node-0")
@@ -42,26 +43,14 @@ class ByHand:
         return self.problem
 
 
-class FullStream(MemoryStream):
-    full = True
-
-    def append(self, requests: Sequence[RequestSeen], mark: str | None = None) -> int:
-        if self.full:
-            raise NoRoomError("the disk is full", retry_after_s=5.0)
-        return super().append(requests, mark)
-
-    def check(self) -> str:
-        return "the disk is full" if self.full else ""
-
-
 class Setup:
-    def __init__(self, stream: MemoryStream, body_limit_bytes: int = 1000) -> None:
-        self.clock, self.stream, self.node, self.metrics = VirtualClock(T0), stream, ByHand(), Metrics()
+    def __init__(self, streams: MemoryStreams, body_limit_bytes: int = 1000) -> None:
+        self.clock, self.streams, self.node, self.metrics = VirtualClock(T0), streams, ByHand(), Metrics()
         self.state = MemoryState(self.clock)
         self.woken: list[str] = []
         self.controller_problem = ""
         service = Service(
-            NODE, self.stream, self.state, self.node, self.clock, self.metrics, self.woken.append, lambda: self.controller_problem
+            NODE, self.streams.writer(), self.state, self.node, self.clock, self.metrics, self.woken.append, lambda: self.controller_problem
         )
         self.http = TestClient(make_endpoint(service, body_limit_bytes))
 
@@ -74,7 +63,7 @@ class Setup:
 
 @pytest.fixture
 def setup() -> Iterator[Setup]:
-    made = Setup(MemoryStream())
+    made = Setup(MemoryStreams())
     made.report()
     with made.http:
         yield made
@@ -83,21 +72,21 @@ def setup() -> Iterator[Setup]:
 def test_rows_are_taken_in_whole_or_not_at_all(setup: Setup) -> None:
     answer = setup.http.post("/v1/requests", json=[{"model": "a", "ts": T0 - 5, "user": "u"}, {"model": "b", "count": 3}])
     assert (answer.status_code, answer.json()) == (202, {"accepted": 2})
-    assert setup.stream.read(0, 9).requests == (RequestSeen(T0 - 5, "a", user="u"), RequestSeen(T0, "b", 3))  # type: ignore[arg-type]
+    assert rows_of(setup.streams) == [RequestSeen(T0 - 5, ModelName("a"), user="u"), RequestSeen(T0, ModelName("b"), 3)]
     assert setup.woken == [""]
     refused = setup.http.post("/v1/requests", json=[{"model": "c"}, {"model": "d", "ts": "soon"}, {"model": "e", "count": 0}])
     assert refused.status_code == 400
     assert refused.headers["content-type"] == "application/problem+json"
     assert [error["field"] for error in refused.json()["errors"]] == ["[1].ts", "[2].count"]
-    assert setup.stream.end() == 2
+    assert len(rows_of(setup.streams)) == 2
 
 
 def test_a_body_that_is_nested_deeply() -> None:
-    setup = Setup(MemoryStream(), 100_000)
+    setup = Setup(MemoryStreams(), 100_000)
     answer = setup.http.post("/v1/requests", content=b"[" * 50_000)
     assert (answer.status_code, answer.headers["content-type"]) == (400, "application/problem+json")
     assert "nested" in answer.json()["detail"]
-    assert setup.stream.end() == 0
+    assert rows_of(setup.streams) == []
 
 
 @pytest.mark.parametrize("ahead_s", [61.0, 1e9])
@@ -112,19 +101,19 @@ def test_a_body_that_is_too_large_announced_or_not(setup: Setup) -> None:
     big = b'{"model": "' + b"x" * 2000 + b'"}'
     assert setup.http.post("/v1/requests", content=big).status_code == 413
     assert setup.http.post("/v1/requests", content=iter([big[:500], big[500:]])).status_code == 413
-    assert setup.stream.end() == 0
+    assert rows_of(setup.streams) == []
 
 
 def test_a_full_disk_is_temporary() -> None:
-    stream = FullStream()
-    setup = Setup(stream)
+    streams = FullStreams()
+    setup = Setup(streams)
     setup.report()
     answer = setup.http.post("/v1/requests", json={"model": "a"})
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "5"
     assert setup.metrics.registry.get_sample_value("prefetcher_requests_total", {"source": "http"}) is None
     assert "the disk is full" in setup.http.get("/healthz").json()["detail"]
-    stream.full = False
+    streams.full = False
     assert setup.http.get("/healthz").status_code == 200
     assert setup.http.post("/v1/requests", json={"model": "a"}).status_code == 202
 

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import structlog
+from stream_kit import FullStreams, rows_of
 
 from prefetcher.clock import VirtualClock
 from prefetcher.controller.follow import Follower
-from prefetcher.core.types import RequestSeen
 from prefetcher.errors import NoRoomError, SettingsError
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher_connectors.files import FileStream
-from prefetcher_connectors.memory import MemoryStream
+from prefetcher_connectors.memory import MemoryStreams
+from prefetcher_connectors.streams import FileStreams
 
 T0 = 1_767_225_600
 
 
 class Setup:
-    def __init__(self, path: Path, stream: MemoryStream, fields: str | None = None) -> None:
-        self.stream, self.metrics = stream, Metrics()
-        self.follower = Follower(path, stream, VirtualClock(T0 + 1000.0), self.metrics, lambda reason: None, fields)
+    def __init__(self, path: Path, streams: MemoryStreams, fields: str | None = None) -> None:
+        self.streams, self.metrics = streams, Metrics()
+        self.follower = Follower(path, streams, VirtualClock(T0 + 1000.0), self.metrics, lambda reason: None, fields)
 
     def read(self) -> list[tuple[float, str]]:
         while self.follower.step():
             pass
-        return [(row.ts, row.model) for row in self.stream.read(0, 1000).requests]
+        return [(row.ts, row.model) for row in rows_of(self.streams)]
 
     def bad(self) -> list[str]:
         lines = self.metrics.text().decode().splitlines()
@@ -47,7 +46,7 @@ def line(second: int, model: str) -> str:
 
 def test_half_lines_wait_for_their_end(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    setup = Setup(path, MemoryStream())
+    setup = Setup(path, MemoryStreams())
     assert setup.read() == []
     path.write_text(line(1, "a") + line(2, "b")[:10])
     assert setup.read() == [(T0 + 1.0, "a")]
@@ -57,16 +56,16 @@ def test_half_lines_wait_for_their_end(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_where_it_was_also_in_a_file_that_was_rotated_meanwhile(tmp_path: Path) -> None:
-    path, stream = tmp_path / "log.jsonl", MemoryStream()
+    path, streams = tmp_path / "log.jsonl", MemoryStreams()
     path.write_text(line(1, "a"))
-    setup = Setup(path, stream)
+    setup = Setup(path, streams)
     setup.read()
     setup.close()
     with path.open("a") as file:
         file.write(line(2, "b"))
     path.rename(tmp_path / "log.jsonl.1")
     path.write_text(line(3, "c"))
-    again = Setup(path, stream)
+    again = Setup(path, streams)
     assert [model for _, model in again.read()] == ["a", "b", "c"]
     again.close()
 
@@ -79,9 +78,9 @@ def test_it_goes_on_where_it_was_also_in_a_file_that_was_rotated_meanwhile(tmp_p
     ],
 )
 def test_files_that_were_rotated_while_it_was_down_are_read_one_after_the_other(tmp_path: Path, names: tuple[str, ...]) -> None:
-    path, stream = tmp_path / "log.jsonl", MemoryStream()
+    path, streams = tmp_path / "log.jsonl", MemoryStreams()
     path.write_text(line(1, "a"))
-    setup = Setup(path, stream)
+    setup = Setup(path, streams)
     setup.read()
     setup.close()
     path.rename(tmp_path / names[0])
@@ -92,7 +91,7 @@ def test_files_that_were_rotated_while_it_was_down_are_read_one_after_the_other(
     # Neither what is compressed, nor what is older than where it stopped, nor other files.
     for name in ("log.jsonl.1.gz", "log.jsonl.13", "log.jsonl-20251231", "log.jsonl.bak", "other.jsonl"):
         (tmp_path / name).write_text(line(9, "x"))
-    again = Setup(path, stream)
+    again = Setup(path, streams)
     with structlog.testing.capture_logs() as said:
         assert again.read() == [(T0 + 1.0, "a"), (T0 + 2.0, "b"), (T0 + 3.0, "c"), (T0 + 4.0, "c"), (T0 + 5.0, "c")]
     assert [entry for entry in said if entry["log_level"] == "warning"] == []
@@ -102,7 +101,7 @@ def test_files_that_were_rotated_while_it_was_down_are_read_one_after_the_other(
 def test_files_that_were_rotated_twice_while_it_runs(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(line(1, "a"))
-    setup = Setup(path, MemoryStream())
+    setup = Setup(path, MemoryStreams())
     setup.read()
     path.rename(tmp_path / "log.jsonl.2")
     (tmp_path / "log.jsonl.1").write_text(line(2, "b"))
@@ -116,13 +115,13 @@ def test_files_that_were_rotated_twice_while_it_runs(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_gone_is_named_and_what_came_after_it_is_read(tmp_path: Path) -> None:
-    path, stream = tmp_path / "log.jsonl", MemoryStream()
+    path, streams = tmp_path / "log.jsonl", MemoryStreams()
     older = tmp_path / "log.jsonl.2"
     older.write_text(line(0, "x"))
     os.utime(older, (T0, T0))
     path.write_text(line(1, "a"))
     os.utime(path, (T0 + 1, T0 + 1))
-    setup = Setup(path, stream)
+    setup = Setup(path, streams)
     setup.read()
     setup.close()
     # Kept, so that its inode is not given to another file.
@@ -130,7 +129,7 @@ def test_a_file_that_is_gone_is_named_and_what_came_after_it_is_read(tmp_path: P
     (tmp_path / "log.jsonl.1").write_text(line(2, "b"))
     os.utime(tmp_path / "log.jsonl.1", (T0 + 2, T0 + 2))
     path.write_text(line(3, "c"))
-    again = Setup(path, stream)
+    again = Setup(path, streams)
     with structlog.testing.capture_logs() as said:
         assert [model for _, model in again.read()] == ["a", "b", "c"]
     (warning,) = [entry for entry in said if entry["log_level"] == "warning"]
@@ -140,13 +139,13 @@ def test_a_file_that_is_gone_is_named_and_what_came_after_it_is_read(tmp_path: P
 
 
 def test_a_file_that_was_cut_while_it_was_down_is_named_and_read_from_its_start(tmp_path: Path) -> None:
-    path, stream = tmp_path / "log.jsonl", MemoryStream()
+    path, streams = tmp_path / "log.jsonl", MemoryStreams()
     path.write_text(line(1, "a") + line(2, "b"))
-    setup = Setup(path, stream)
+    setup = Setup(path, streams)
     setup.read()
     setup.close()
     path.write_text(line(3, "c"))
-    again = Setup(path, stream)
+    again = Setup(path, streams)
     with structlog.testing.capture_logs() as said:
         assert [model for _, model in again.read()] == ["a", "b", "c"]
     assert "was cut" in next(entry["lost"] for entry in said if entry["log_level"] == "warning")
@@ -154,21 +153,13 @@ def test_a_file_that_was_cut_while_it_was_down_is_named_and_read_from_its_start(
 
 
 def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:
-    class Full(MemoryStream):
-        full = True
-
-        def append(self, requests: Sequence[RequestSeen], mark: str | None = None) -> int:
-            if self.full:
-                raise NoRoomError("the disk is full")
-            return super().append(requests, mark)
-
-    path, stream = tmp_path / "log.jsonl", Full()
+    path, streams = tmp_path / "log.jsonl", FullStreams()
     path.write_text("nonsense\n" + line(1, "a"))
-    setup = Setup(path, stream)
+    setup = Setup(path, streams)
     for _ in range(2):
         with pytest.raises(NoRoomError):
             setup.follower.step()
-    stream.full = False
+    streams.full = False
     assert setup.read() == [(T0 + 1.0, "a")]
     assert setup.metrics.registry.get_sample_value("prefetcher_bad_requests_total", {"source": "file", "reason": "not a record"}) == 1
     setup.close()
@@ -177,7 +168,7 @@ def test_a_full_disk_loses_no_line(tmp_path: Path) -> None:
 def test_names_without_end_and_columns_that_are_there_twice(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(line(1, "x" * 513) + line(2, "x" * 512))
-    setup = Setup(path, MemoryStream())
+    setup = Setup(path, MemoryStreams())
     with structlog.testing.capture_logs() as said:
         assert setup.read() == [(T0 + 2.0, "x" * 512)]
     assert setup.bad() == ["model is longer than 512 bytes"]
@@ -185,7 +176,7 @@ def test_names_without_end_and_columns_that_are_there_twice(tmp_path: Path) -> N
     setup.close()
     path = tmp_path / "log.csv"
     path.write_text(f"ts,model,model\n{T0 + 1},a,b\n")
-    setup = Setup(path, MemoryStream())
+    setup = Setup(path, MemoryStreams())
     assert setup.read() == []
     assert sorted(setup.bad()) == ["not a header", "not a record"]
     setup.close()
@@ -194,7 +185,7 @@ def test_names_without_end_and_columns_that_are_there_twice(tmp_path: Path) -> N
 def test_a_file_that_was_cut_is_read_from_its_start(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(line(1, "a") + line(2, "b"))
-    setup = Setup(path, MemoryStream())
+    setup = Setup(path, MemoryStreams())
     setup.read()
     path.write_text(line(3, "c"))
     assert [model for _, model in setup.read()] == ["a", "b", "c"]
@@ -204,7 +195,7 @@ def test_a_file_that_was_cut_is_read_from_its_start(tmp_path: Path) -> None:
 def test_the_last_line_of_a_rotated_file_needs_no_end(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text(line(1, "a") + line(2, "b").rstrip())
-    setup = Setup(path, MemoryStream())
+    setup = Setup(path, MemoryStreams())
     setup.read()
     path.rename(tmp_path / "log.jsonl.1")
     path.write_text(line(3, "c"))
@@ -219,7 +210,7 @@ def test_bad_lines_are_counted_and_never_in_the_way(tmp_path: Path) -> None:
         + f'{{"model": "a"}}\n{{"ts": {T0}}}\n{{"ts": {T0 + 99999}, "model": "a"}}\n{{"ts": true, "model": "a"}}\n'
         + line(5, "good")
     )
-    setup = Setup(path, MemoryStream())
+    setup = Setup(path, MemoryStreams())
     assert setup.read() == [(T0 + 5.0, "good")]
     assert sorted(setup.bad()) == ["model is no name", "not a record", "ts is no time", "ts lies in the future"]
     setup.close()
@@ -236,7 +227,7 @@ def test_bad_lines_are_counted_and_never_in_the_way(tmp_path: Path) -> None:
 def test_no_line_ends_following(tmp_path: Path, name: str, header: str, bad: str, good: str) -> None:
     path = tmp_path / name
     path.write_text(f"{header}{bad}\n{good}")
-    setup = Setup(path, MemoryStream())
+    setup = Setup(path, MemoryStreams())
     assert setup.read() == [(T0 + 5.0, "good")]
     assert len(setup.bad()) == 1
     setup.close()
@@ -245,35 +236,35 @@ def test_no_line_ends_following(tmp_path: Path, name: str, header: str, bad: str
 def test_a_header_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("x" * 200_000 + f"\n{T0 + 5},good\n")
-    setup = Setup(path, MemoryStream())
+    setup = Setup(path, MemoryStreams())
     assert setup.read() == []
     assert sorted(setup.bad()) == ["not a header", "not a record"]
     setup.close()
 
 
 def test_nanoseconds_and_counts_beyond_all_measure(tmp_path: Path) -> None:
-    path, stream = tmp_path / "log.jsonl", FileStream(tmp_path / "log")
+    path, streams = tmp_path / "log.jsonl", FileStreams(tmp_path / "log")
     path.write_text(f'{{"ts": {T0 + 5}123456789, "model": "a", "count": {"9" * 30}}}\n')
-    follower = Follower(path, stream, VirtualClock(T0 + 1000.0), Metrics(), lambda reason: None)
+    follower = Follower(path, streams, VirtualClock(T0 + 1000.0), Metrics(), lambda reason: None)
     assert follower.step()
-    (row,) = stream.read(0, 9).requests
+    (row,) = rows_of(streams)
     assert (row.ts, row.count) == (pytest.approx(T0 + 5.123456789, abs=1e-3), 1_000_000_000)
     stop = threading.Event()
     stop.set()
     follower.run(stop)
-    stream.close()
+    streams.close()
 
 
 def test_csv_and_times_and_maps(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     path.write_text("when,who,what\n2026-01-01T00:00:01Z,u1,a\n2026-01-01T00:00:02Z,,b\nshort\n")
-    setup = Setup(path, MemoryStream(), "ts=when,model=what,user=who")
+    setup = Setup(path, MemoryStreams(), "ts=when,model=what,user=who")
     assert setup.read() == [(T0 + 1.0, "a"), (T0 + 2.0, "b")]
-    assert [row.user for row in setup.stream.read(0, 9).requests] == ["u1", None]
+    assert [row.user for row in rows_of(setup.streams)] == ["u1", None]
     assert setup.bad() == ["not a record"]
     setup.close()
 
 
 def test_a_map_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
-        Setup(tmp_path / "x", MemoryStream(), "nonsense")
+        Setup(tmp_path / "x", MemoryStreams(), "nonsense")

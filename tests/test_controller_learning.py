@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,11 +16,14 @@ from prefetcher.controller.controller import Controller, ControllerOptions
 from prefetcher.controller.learner import Learner
 from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport
 from prefetcher.core.shadow_caches import ShadowCaches
-from prefetcher.core.types import Arm, ModelName, NodeName, Plan, RequestSeen
+from prefetcher.core.types import Arm, Cause, ModelName, NodeName, Plan, RequestSeen
+from prefetcher.ports import Partition, Topic
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher_connectors.memory import MemoryState, MemoryStream
+from prefetcher.wire import HintMessage, RequestMessage, encode
+from prefetcher_connectors.memory import MemoryState, MemoryStreams
 
 T0 = 1_767_225_600.0
+AT = Partition(Topic.REQUESTS, 0)
 NODE = NodeName("node-0")
 
 
@@ -48,16 +53,16 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened() -> None:
     log = rows(400)
     straight, first = Learner(hazard), Learner(hazard)
     for learner in (straight, first):
-        learner.take(log[:150], 150, log[149].ts + 1)
+        learner.take(log[:150], {AT: 150}, log[149].ts + 1)
     second = Learner(hazard)
     second.restore(first.snapshot())
-    assert second.position == 150
+    assert second.positions == {AT: 150}
     for learner in (straight, second):
-        learner.take(log[120:300], 300, log[299].ts + 1)
-        learner.take(log[300:], 400, log[-1].ts, caught_up=False)
+        learner.take(log[120:300], {}, log[299].ts + 1)
+        learner.take(log[300:], {}, log[-1].ts, caught_up=False)
     assert second.snapshot() == straight.snapshot()
     now_s = log[-1].ts + 100
-    one, two = (learner.take([], 400, now_s) for learner in (straight, second))
+    one, two = (learner.take([], {}, now_s) for learner in (straight, second))
     assert len(one.ticks) == 2
     np.testing.assert_array_equal(one.at_tick, two.at_tick)
 
@@ -65,8 +70,8 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened() -> None:
 def test_repeated_ids_count_once() -> None:
     learner = Learner(lambda: None)
     late_s = T0 + 1000
-    assert len(learner.take(rows(50), 50, late_s).rows) == 50
-    again = learner.take(rows(60), 110, late_s)
+    assert len(learner.take(rows(50), {}, late_s).rows) == 50
+    again = learner.take(rows(60), {}, late_s)
     assert (len(again.rows), again.repeated) == (10, 50)
     assert learner.traffic.rows == 60
 
@@ -74,16 +79,16 @@ def test_repeated_ids_count_once() -> None:
 def test_a_model_starts_once_and_again_after_a_pause() -> None:
     learner = Learner(lambda: None)
     near = [RequestSeen(T0 + i, ModelName("m")) for i in range(3)]
-    assert learner.take(near, 3, T0 + 3).started == ("m",)
-    assert learner.take([RequestSeen(T0 + 10, ModelName("m"))], 4, T0 + 10).started == ()
-    assert learner.take([RequestSeen(T0 + 1000, ModelName("m"))], 5, T0 + 1000).started == ("m",)
+    assert learner.take(near, {}, T0 + 3).started == ("m",)
+    assert learner.take([RequestSeen(T0 + 10, ModelName("m"))], {}, T0 + 10).started == ()
+    assert learner.take([RequestSeen(T0 + 1000, ModelName("m"))], {}, T0 + 1000).started == ("m",)
 
 
 def test_ticks_are_scored_in_event_time_whatever_the_blocks() -> None:
     log = rows(900)
     whole, parts = Learner(hazard), Learner(hazard)
-    one = whole.take(log, 900, log[-1].ts + 1, caught_up=False)
-    pieces = [parts.take(log[i : i + 70], i + 70, log[-1].ts + 1, caught_up=False) for i in range(0, 900, 70)]
+    one = whole.take(log, {}, log[-1].ts + 1, caught_up=False)
+    pieces = [parts.take(log[i : i + 70], {}, log[-1].ts + 1, caught_up=False) for i in range(0, 900, 70)]
     np.testing.assert_array_equal(one.ticks, np.concatenate([p.ticks for p in pieces]))
     np.testing.assert_array_equal(one.after_row, np.concatenate([p.after_row for p in pieces], axis=1))
     last = pieces[-1]
@@ -93,9 +98,9 @@ def test_ticks_are_scored_in_event_time_whatever_the_blocks() -> None:
 
 def test_a_row_from_the_future_counts_as_now() -> None:
     learner = Learner(lambda: None)
-    learner.take([RequestSeen(T0 + 86_400.0, ModelName("m"))], 1, T0)
+    learner.take([RequestSeen(T0 + 86_400.0, ModelName("m"))], {}, T0)
     assert learner.last_row_s("m") == T0
-    assert len(learner.take([], 1, T0 + 180).ticks) == 3
+    assert len(learner.take([], {}, T0 + 180).ticks) == 3
 
 
 def test_what_is_no_snapshot() -> None:
@@ -110,7 +115,8 @@ class World:
     def __init__(self, **options: Any) -> None:
         self.clock = VirtualClock(T0)
         self.state = MemoryState(self.clock)
-        self.stream = MemoryStream()
+        self.streams = MemoryStreams()
+        self.writer = self.streams.writer()
         self.metrics = Metrics()
         self.arm = Arm.TREATED
         self.controller = self.make()
@@ -118,7 +124,7 @@ class World:
 
     def make(self) -> Controller:
         controller = Controller(
-            self.stream,
+            self.streams,
             self.state,
             Learner(lambda: None),
             self.clock,
@@ -133,7 +139,7 @@ class World:
         taken = sum(h.bytes for h in held)
         found = NodeReport(NODE, self.clock.now_s(), Memory(3_000_000, taken), 3.5e9, held=held, known=self.known)
         found = msgspec.structs.replace(found, **changes)
-        self.state.write({records.node_key(NODE, "report"): records.encode(found)})
+        self.state.write({records.node_key(NodeName(found.node), "report"): records.encode(found)})
 
     def plan(self) -> Plan:
         raw = self.state.read(records.node_key(NODE, "plan"))
@@ -141,7 +147,14 @@ class World:
         return records.decode_plan(raw)
 
     def ask(self, count: int = 60) -> None:
-        self.stream.append([RequestSeen(self.clock.now_s() - 1, ModelName("m1"))] * count)
+        self.rows([RequestSeen(self.clock.now_s() - 1, ModelName("m1"))] * count)
+
+    def rows(self, rows: Sequence[RequestSeen]) -> None:
+        self.writer.append(Topic.REQUESTS, [(row.model, encode(RequestMessage.of(row))) for row in rows])
+
+    def hint(self, model: str, **changes: Any) -> None:
+        hint = HintMessage(uuid.uuid4().hex, self.clock.now_s(), model, **changes)
+        self.writer.append(Topic.HINTS, [(model, encode(hint))])
 
 
 def ready(model: str, **changes: Any) -> HeldWeights:
@@ -151,7 +164,7 @@ def ready(model: str, **changes: Any) -> HeldWeights:
 def test_orders_go_on_until_they_are_over_and_budgets_hold() -> None:
     world = World()
     world.report()
-    world.stream.append([RequestSeen(T0 - 1, ModelName(f"m{i}")) for i in range(5) for _ in range(10 * (i + 1))])
+    world.rows([RequestSeen(T0 - 1, ModelName(f"m{i}")) for i in range(5) for _ in range(10 * (i + 1))])
     world.controller.step()
     first = [d.order for d in world.plan().desired if d.order is not None]
     assert {o.key.model for o in first} == {"m4", "m3", "m2"}
@@ -259,16 +272,73 @@ def test_an_old_first_row_does_not_keep_newer_ones_waiting(monkeypatch: pytest.M
     monkeypatch.setattr(ShadowCaches, "_end_period", counted)
     world = World()
     world.report()
-    world.stream.append([RequestSeen(T0 - 400 * 86_400.0, ModelName("m1"))])
+    world.rows([RequestSeen(T0 - 400 * 86_400.0, ModelName("m1"))])
     world.controller.step()
     # The hours of the last day alone; those of four hundred days would hold everything up.
     assert len(periods) <= 26
     world.ask(3)
     world.controller.step()
     assert world.controller._learner.traffic.rows == 4
-    assert world.controller._learner.position == world.stream.end()
+    assert world.controller._learner.positions[AT] == 4
 
 
 def test_a_silent_node_is_not_planned_for() -> None:
     world = World()
     assert world.controller.plan(NODE, "tick") is None
+
+
+def test_a_hint_is_planned_at_once_and_unused_weights_go_with_its_time() -> None:
+    world = World()
+    world.report()
+    world.controller.step()
+    world.hint("m3", ttl_s=90.0)
+    world.controller.step()
+    (order,) = [d.order for d in world.plan().desired if d.order is not None]
+    assert (order.key.model, order.cause, order.hold_s) == ("m3", Cause.HINT, 90.0)
+    world.hint("m3")
+    world.controller.step()
+    assert [d.order.decision_id for d in world.plan().desired if d.order] == [order.decision_id], "it joins the order"
+    world.clock.advance(200.0)
+    world.report()
+    world.controller.step()
+    assert [d for d in world.plan().desired if d.order] == []
+    assert world.controller._hints.belief("") < 0.5
+
+
+def test_a_hint_that_comes_too_late_is_not_planned_and_a_row_keeps_one() -> None:
+    world = World()
+    world.report()
+    world.hint("m2", ttl_s=10.0)
+    world.hint("m1")
+    world.clock.advance(20.0)
+    world.controller.step()
+    assert {d.order.key.model for d in world.plan().desired if d.order} == {"m1"}
+    world.ask(1)
+    world.controller.step()
+    assert world.controller._hints.kept == 1
+    assert 'prefetcher_hints_total{result="past"} 1.0' in world.metrics.text().decode()
+
+
+def test_hints_survive_a_restart() -> None:
+    world = World()
+    world.report()
+    world.hint("m3")
+    world.controller.step()
+    world.controller.save()
+    again = world.make()
+    assert again._hints.models() == ["m3"]
+    assert len(again._hints) == 1
+    again.step()
+    assert len(again._hints) == 1
+
+
+def test_a_hint_is_for_one_node() -> None:
+    world = World()
+    for node in ("a", "b", "c"):
+        world.report(node=NodeName(node))
+        world.state.see(records.NODES, node, world.clock.now_s())
+    world.hint("m3")
+    world.controller.step()
+    plans = [world.state.read(records.node_key(NodeName(node), "plan")) for node in ("a", "b", "c")]
+    ordered = [d.order for raw in plans if raw is not None for d in records.decode_plan(raw).desired if d.order]
+    assert len(ordered) == 1

@@ -139,7 +139,7 @@ def test_models_appear_change_size_and_leave() -> None:
     for step in range(60):
         known = min(MODELS, known + (step % 7 == 0))
         rows = [RequestSeen(T0 + 60.0 * step + float(t), ModelName(f"m{rng.integers(0, known)}")) for t in np.sort(rng.uniform(0, 60, 9))]
-        taken = learner.take(rows, step, T0 + 60.0 * (step + 1))
+        taken = learner.take(rows, {}, T0 + 60.0 * (step + 1))
         numbers = np.array([n for n in range(len(learner.names)) if rng.random() < 0.9], np.int64)
         sizes = np.where(rng.random(len(numbers)) < 0.1, 2e9, 1e9)
         shadows.serve(numbers, sizes, sizes / 1e9, 4e9)

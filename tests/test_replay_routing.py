@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.replay.accounts import PolicyLogs, check_limits
-from prefetcher.replay.engine import by_rendezvous
 from prefetcher.replay.routing import needs_routing
 from prefetcher.replay.run import Simulation
 from prefetcher.replay.trace import Trace, read_trace

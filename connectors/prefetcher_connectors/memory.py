@@ -6,48 +6,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from prefetcher.clock import Clock, SystemClock
-from prefetcher.core.types import RequestSeen
-from prefetcher.ports import Partition, Positions, RequestBatch, StreamReader, StreamWriter, Topic
+from prefetcher.ports import Partition, Positions, StreamReader, StreamWriter, Topic
 from prefetcher_connectors.local_readers import LocalReaders
 from prefetcher_connectors.segments import Lines
 
-__all__ = ["MemoryState", "MemoryStream", "MemoryStreams"]
-
-
-class MemoryStream:
-    """A request stream in memory; a position is the number of records before it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._requests: list[RequestSeen] = []
-        self._mark: str | None = None
-
-    def append(self, requests: Sequence[RequestSeen], mark: str | None = None) -> int:
-        with self._lock:
-            self._requests.extend(requests)
-            if requests and mark is not None:
-                self._mark = mark
-            return len(self._requests)
-
-    def read(self, position: int, limit: int) -> RequestBatch:
-        with self._lock:
-            found = tuple(self._requests[position : position + limit])
-        return RequestBatch(found, position + len(found))
-
-    def end(self) -> int:
-        return len(self._requests)
-
-    def last_mark(self) -> str | None:
-        return self._mark
-
-    def check(self) -> str:
-        return ""
-
-    def drop_before(self, position: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+__all__ = ["MemoryState", "MemoryStreams"]
 
 
 class MemoryState:
@@ -58,6 +21,8 @@ class MemoryState:
         self._lock = threading.Lock()
         self._values: dict[str, tuple[bytes, float]] = {}
         self._lists: dict[str, list[bytes]] = {}
+        self._seen: dict[str, dict[str, float]] = {}
+        self._hearing: list[tuple[frozenset[str], Callable[[str, bytes], None]]] = []
 
     def _get(self, key: str) -> bytes | None:
         found = self._values.get(key)
@@ -105,6 +70,41 @@ class MemoryState:
             for key in keys:
                 self._values.pop(key, None)
                 self._lists.pop(key, None)
+
+    def take_lease(self, key: str, holder: str, ttl_s: float) -> bool:
+        with self._lock:
+            if self._get(key) not in (None, holder.encode()):
+                return False
+            self._values[key] = (holder.encode(), self._clock.steady_s() + ttl_s)
+            return True
+
+    def drop_lease(self, key: str, holder: str) -> None:
+        with self._lock:
+            if self._get(key) == holder.encode():
+                del self._values[key]
+
+    def see(self, key: str, member: str, at_s: float) -> None:
+        with self._lock:
+            self._seen.setdefault(key, {})[member] = at_s
+
+    def members(self, key: str, since_s: float) -> list[str]:
+        with self._lock:
+            return sorted(member for member, at_s in self._seen.get(key, {}).items() if at_s >= since_s)
+
+    def publish(self, channel: str, message: bytes) -> None:
+        with self._lock:
+            hearing = list(self._hearing)
+        for channels, hear in hearing:
+            if channel in channels:
+                hear(channel, message)
+
+    def listen(self, channels: Sequence[str], hear: Callable[[str, bytes], None], stop: threading.Event) -> None:
+        entry = (frozenset(channels), hear)
+        with self._lock:
+            self._hearing.append(entry)
+        stop.wait()
+        with self._lock:
+            self._hearing.remove(entry)
 
     def close(self) -> None:
         pass

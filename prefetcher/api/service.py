@@ -15,9 +15,10 @@ from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.errors import ModelNotFoundError, UnavailableError, shortened
-from prefetcher.ports import Acted, RequestStream, StateStore
+from prefetcher.ports import Acted, StateStore, StreamWriter, Topic
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
+from prefetcher.wire import request_records
 
 __all__ = ["ACTS", "NodeByHand", "Service"]
 
@@ -48,7 +49,7 @@ class Service:
     def __init__(
         self,
         node: NodeName,
-        stream: RequestStream,
+        writer: StreamWriter,
         state: StateStore,
         by_hand: NodeByHand,
         clock: Clock,
@@ -57,7 +58,7 @@ class Service:
         check_controller: Callable[[], str],
     ) -> None:
         self._node = node
-        self._stream = stream
+        self._writer = writer
         self._state = state
         self._by_hand = by_hand
         self._clock = clock
@@ -76,7 +77,7 @@ class Service:
 
     def take(self, requests: Sequence[RequestSeen], source: str) -> None:
         """Appends rows to the stream and returns once they are durable. Raises NoRoomError."""
-        self._stream.append(requests)
+        self._writer.append(Topic.REQUESTS, request_records(requests))
         self._metrics.requests.labels(source=source).inc(len(requests))
         self._wake("")
 
@@ -143,7 +144,7 @@ class Service:
 
     def problems(self) -> list[str]:
         """What keeps this process from doing its work; exercises the node's, the controller's, the store's and the log's real paths."""
-        found = [self._by_hand.check(), self._check_controller(), self._stream.check()]
+        found = [self._by_hand.check(), self._check_controller(), self._writer.check()]
         try:
             self.report()
         except UnavailableError as exc:

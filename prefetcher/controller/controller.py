@@ -1,8 +1,9 @@
-"""The controller: takes the stream in, keeps what was learned, writes every node's plan, and remembers all of it across a crash.
+"""The controller: takes the streams in, keeps what was learned, writes every node's plan, and remembers all of it across a crash.
 
 Runs in one thread of its own (`run`); `wake` may be called from any. A step takes in what is new, plans when a tick is due or something
-happened that can't wait for it, and now and then writes a snapshot together with the position that it stands for. Everything that it needs
-of the outside comes in through ports.
+happened that can't wait for it, and now and then writes a snapshot together with the positions that it stands for. Everything that it needs
+of the outside comes in through ports. Covers no election (`leadership`): a controller leads from its start until a store or an agent has
+seen a higher fence.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ import numpy as np
 
 from prefetcher.clock import Clock
 from prefetcher.controller import records
+from prefetcher.controller.intake import Came, Intake
 from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, make_plan, worth_of
+from prefetcher.core.hints import Expected, Hint, HintBook
+from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.core.shadow_caches import Outlook, ShadowCaches
 from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
 from prefetcher.errors import PredictorError, UnavailableError
-from prefetcher.ports import RequestStream, StateStore
+from prefetcher.ports import Partition, StateStore, Streams
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
+from prefetcher.wire import HintMessage, RequestMapping, read_request
 
 __all__ = ["Controller", "ControllerOptions"]
 
@@ -35,16 +40,18 @@ _ROWS_A_STEP = 2_000
 _FRESH_S = 30.0
 #: Longer than this after the last row, time passes on its own.
 _SILENCE_S = 86_400.0
-#: Longest wait between looks at the stream, for rows that came without a wake.
-_IDLE_S = 0.5
+#: Longest real wait for something new, so that a wake for another reason is noticed soon: people who act by hand wait for it.
+_IDLE_S = 0.05
 #: Back-off while the state store is away.
 _AWAY_S = 1.0
+#: A node that did not report for this long is planned for no more.
+_FORGOTTEN_S = 86_400.0
 _UNUSED = (Outcome.USELESS.value, Outcome.DISPLACED.value)
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerOptions:
-    """How a controller decides; names as in `config.DecisionSettings`."""
+    """How a controller decides; names as in `config.DecisionSettings`. `nodes` are planned for before they report, others once they do."""
 
     nodes: tuple[NodeName, ...]
     price_s_per_gb_h: float
@@ -54,15 +61,15 @@ class ControllerOptions:
 
 
 class Controller:
-    """One controller over `options.nodes`.
+    """One controller over all nodes that report.
 
     `arm_of(node, now_s)` says which side of the experiment a node is on; `on_rows` hears of fresh rows with the index of their models,
-    these rows counted in, and `on_plan` of every plan written, both in the controller's thread.
+    these rows counted in, and `on_plan` of every plan written, both in the controller's thread. `read_request` makes a row of a record.
     """
 
     def __init__(
         self,
-        stream: RequestStream,
+        streams: Streams,
         state: StateStore,
         learner: Learner,
         clock: Clock,
@@ -71,8 +78,9 @@ class Controller:
         arm_of: Callable[[NodeName, float], Arm],
         on_rows: Callable[[Sequence[RequestSeen], Mapping[str, float]], None] = lambda rows, index: None,
         on_plan: Callable[[NodeName], None] = lambda node: None,
+        read_request: RequestMapping = read_request,
     ) -> None:
-        self._stream = stream
+        self._streams = streams
         self._state = state
         self._learner = learner
         self._clock = clock
@@ -81,12 +89,18 @@ class Controller:
         self._arm_of = arm_of
         self._on_rows = on_rows
         self._on_plan = on_plan
-        self._wake = threading.Event()
+        self._read_request = read_request
+        self._intake: Intake | None = None
         self._wanted: set[str] = set()
-        self._past: dict[NodeName, dict[str, PastOrder]] = {node: {} for node in options.nodes}
+        self._nodes: list[NodeName] = list(options.nodes)
+        self._past: dict[NodeName, dict[str, PastOrder]] = {}
         self._next_tick_s = -np.inf
         self._next_snapshot_s = -np.inf
-        self._saved_position = -1
+        self._saved: dict[Partition, int] = {}
+        self._hints = HintBook()
+        #: Models that a hint came for since the last plan, and the node that served each model last.
+        self._hinted: set[str] = set()
+        self._last_node: dict[str, NodeName] = {}
         self._reports: dict[NodeName, records.NodeReport] = {}
         self._shadows: dict[NodeName, ShadowCaches] = {}
         self._switched_on = True
@@ -97,23 +111,27 @@ class Controller:
         self.alive_s = -np.inf
         self._revision = 0
 
-    def start(self) -> None:
-        """Becomes the leader and takes over what was learned; the stream is then read from there.
+    def start(self, fence: int | None = None) -> None:
+        """Becomes the leader and takes over what was learned; the streams are then read from there. `fence` is its term's number, else a
+        new one is taken.
 
         Raises:
             UnavailableError: the state store does not answer.
         """
-        self._metrics.lag.set_function(lambda: float(self._stream.end() - self._learner.position))
-        self.fence = self._state.next_number(records.EPOCH)
-        raw, shadows = self._state.read_many([records.LEARNED, records.SHADOWS])
+        self.fence = self._state.next_number(records.EPOCH) if fence is None else fence
+        raw, shadows, hints = self._state.read_many([records.LEARNED, records.SHADOWS, records.HINTS])
         if raw is not None:
             try:
                 self._learner.restore(raw)
                 self._restore_shadows(shadows)
-                log().info("learned_restored", position=self._learner.position, rows=self._learner.traffic.rows)
-            except ValueError as exc:
+                if hints is not None:
+                    self._hints = HintBook.restore(msgspec.json.decode(hints))
+                log().info("learned_restored", positions=len(self._learner.positions), rows=self._learner.traffic.rows)
+            except (ValueError, KeyError, TypeError) as exc:
                 log().error("snapshot_unreadable", reason=str(exc), then="learning again from the request log")
-        self._saved_position = self._learner.position
+        self._saved = dict(self._learner.positions)
+        self._intake = intake = Intake(self._streams, self._learner.positions, self._metrics, self._read_request)
+        self._metrics.lag.set_function(lambda: float(intake.lag))
         now_s = self._clock.now_s()
         self._next_snapshot_s = now_s + self._options.snapshot_s
 
@@ -121,9 +139,7 @@ class Controller:
         if raw is None:
             return
         arrays, meta = records.unpack_arrays(raw)
-        for node in self._options.nodes:
-            if node not in meta:
-                continue
+        for node in map(NodeName, meta):
             shadows = self._new_shadows(self._clock.now_s())
             prefix = f"{node}/"
             mine = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
@@ -135,27 +151,23 @@ class Controller:
             self._shadows[node] = shadows
 
     def wake(self, reason: str = "") -> None:
-        """Something is new in the stream; with a `reason`, plan as soon as it is taken in."""
+        """Plan for this `reason` as soon as what is new was taken in."""
         if reason:
             self._wanted.add(reason)
-        self._wake.set()
 
     def run(self, stop: threading.Event) -> None:
-        """Steps until `stop`, then saves. An error of the state store is waited out."""
+        """Steps until `stop`, then saves. Streams or a state store that are away are waited out."""
         away = False
         while not stop.is_set() and not self.deposed:
+            due_s = (self._next_tick_s - self._clock.now_s()) / self._clock.speed
             try:
-                more = self.step()
+                self.step(max(0.0, min(due_s, _IDLE_S)))
                 away = False
             except UnavailableError as exc:
                 if not away:
-                    log().warning("state_away", reason=str(exc))
-                away, more = True, False
+                    log().warning("controller_waits", reason=str(exc), then="it goes on by itself")
+                away = True
                 self._clock.wait(stop, _AWAY_S * self._clock.speed)
-            if not more:
-                due_s = self._next_tick_s - self._clock.now_s()
-                self._clock.wait(self._wake, max(0.0, min(due_s, _IDLE_S * self._clock.speed)))
-            self._wake.clear()
         try:
             self.save()
         except UnavailableError as exc:
@@ -164,63 +176,137 @@ class Controller:
                 reason=str(exc),
                 then="the rows since the last one are learned again at the next start",
             )
+        self.close()
         if self._refit is not None:
             self._refit.done.wait(2.0)
 
-    def step(self) -> bool:
-        """Takes in what is new and does what is due; whether more rows wait."""
+    def close(self) -> None:
+        """Ends the reading of the streams."""
+        if self._intake is not None:
+            self._intake.close()
+
+    def step(self, timeout_s: float = 0.0) -> bool:
+        """Takes in what is new, waiting up to `timeout_s` real seconds for it, and does what is due; whether more rows wait.
+
+        Raises:
+            UnavailableError: streams or store are away. What was taken in is; what was due is due again.
+        """
+        assert self._intake is not None
         self.alive_s = self._clock.steady_s()
-        wanted = {"tick"} if self._clock.now_s() >= self._next_tick_s else set()
-        while self._wanted:
-            wanted.add(self._wanted.pop())
+        if self._clock.now_s() >= self._next_tick_s or not self._reports:
+            # Before anything is taken in: from there to the plans nothing can fail halfway.
+            self._look_at_nodes()
+        came = self._intake.poll(_ROWS_A_STEP, 0.0 if self._wanted else timeout_s)
         now_s = self._clock.now_s()
-        batch = self._stream.read(self._learner.position, _ROWS_A_STEP)
-        for bad in batch.bad:
-            self._metrics.bad_requests.labels(source="log", reason="unreadable").inc()
-            log().warning("record_skipped", position=bad.position, reason=bad.reason)
-        more = len(batch.requests) + len(batch.bad) >= _ROWS_A_STEP
-        tick = "tick" in wanted and not more
-        if batch.next_position != self._learner.position or tick:
-            pieces = _by_hour(batch.requests)
-            if not more and batch.requests and now_s - max(row.ts for row in batch.requests) > _SILENCE_S:
-                # The silence after old rows is a piece of its own: shadow caches leave out most of a silence that rows don't come before.
-                pieces.append(())
-            for number, piece in enumerate(pieces, start=1):
-                last = number == len(pieces)
-                caught_up = last and not more
-                taken = self._learner.take(piece, batch.next_position if last else self._learner.position, now_s, caught_up=caught_up)
-                if taken.repeated:
-                    self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
-                self._let_shadows_see(taken, now_s if caught_up else -np.inf)
-                self.alive_s = self._clock.steady_s()
-                if not caught_up and self._refit is None:
-                    # History is being read, nobody waits for a plan, and what comes next is to be scored by what was before.
-                    self._learner.refit_now(self._learner.traffic.newest_s)
-                fresh = [row for row in taken.rows if now_s - row.ts <= _FRESH_S * self._clock.speed]
-                if fresh:
-                    self._on_rows(fresh, self._index_after(fresh, now_s))
-                    if taken.started:
-                        wanted.add("started")
-        if more:
-            self._wanted |= wanted - {"tick"}
+        if now_s >= self._next_tick_s:
+            self._wanted.add("tick")
+        tick = "tick" in self._wanted and not came.more
+        if came.rows or tick or not self._learner.at(came.positions):
+            self._take(came, now_s)
+        for outcome in came.outcomes:
+            order = outcome.order or {}
+            self.order_ended(NodeName(outcome.node), str(order.get("decision_id", "")), str(order.get("outcome", "")))
+        self._take_hints(came.hints, now_s)
+        if came.more:
             return True
         if tick:
             self._next_tick_s = (now_s // self._options.tick_s + 1.0) * self._options.tick_s
+        wanted = set(self._wanted)
         if wanted:
-            for node in self._options.nodes:
-                self.plan(node, "tick" if "tick" in wanted else sorted(wanted)[0])
+            self._plan_for(wanted)
+            self._wanted -= wanted
         self._look_after_fit(now_s)
         if now_s >= self._next_snapshot_s:
             self.save()
         self._count_fallbacks()
         return False
 
-    # --- shadow caches ---
+    def _take(self, came: Came, now_s: float) -> None:
+        """Learns rows, or that there were none, and lets shadow caches and nodes know."""
+        pieces = _by_hour(came.rows)
+        if not came.more and came.rows and now_s - max(row.ts for row in came.rows) > _SILENCE_S:
+            # The silence after old rows is a piece of its own: shadow caches leave out most of a silence that rows don't come before.
+            pieces.append(())
+        for number, piece in enumerate(pieces, start=1):
+            last = number == len(pieces)
+            caught_up = last and not came.more
+            taken = self._learner.take(piece, came.positions if last else {}, now_s, caught_up=caught_up)
+            if taken.repeated:
+                self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
+            self._let_shadows_see(taken, now_s if caught_up else -np.inf)
+            self.alive_s = self._clock.steady_s()
+            for row in taken.rows:
+                self._hints.used(row.model, row.ts)
+                if row.node is not None:
+                    self._last_node[row.model] = row.node
+            if not caught_up and self._refit is None:
+                # History is being read, nobody waits for a plan, and what comes next is to be scored by what was before.
+                self._learner.refit_now(self._learner.traffic.newest_s)
+            fresh = [row for row in taken.rows if now_s - row.ts <= _FRESH_S * self._clock.speed]
+            if fresh:
+                self._on_rows(fresh, self._index_after(fresh, now_s))
+                if taken.started:
+                    self._wanted.add("started")
+
+    # --- hints ---
+
+    def _take_hints(self, messages: Sequence[HintMessage], now_s: float) -> None:
+        for message in messages:
+            at_s = message.ts + message.in_s
+            hint = Hint(message.hint_id, message.model, message.source, message.session, message.ts, at_s, at_s + message.ttl_s)
+            said = self._hints.add(hint, now_s)
+            self._metrics.hints.labels(result=said).inc()
+            if said in ("new", "folded"):
+                self._hinted.add(message.model)
+                self._wanted.add("hint")
+        self._hints.expire(now_s)
+
+    def _home(self, model: str) -> NodeName | None:
+        """The node that a hint for `model` is for: the one that has its weights or gets them, else the one that served it last, else the
+        one that hashing gives it among those that can load it."""
+        able = [node for node, report in self._reports.items() if model in {k.model for k in report.known}]
+        having = [node for node in able if any(h.model == model for h in self._reports[node].held)]
+        ordered = [node for node in able if (entry := self._past.get(node, {}).get(model)) is not None and not entry.ended]
+        last = self._last_node.get(model)
+        for found in (having, ordered, [last] if last in able else [], able):
+            if found:
+                return found[by_rendezvous(model, found)[0]]
+        return None
+
+    def _expected(self, node: NodeName, now_s: float) -> dict[str, Expected]:
+        """What hints say about the models that this node is to bring."""
+        found = {}
+        for model in self._hints.models():
+            said = self._hints.expected(model, now_s)
+            if said is not None and self._home(model) == node:
+                found[model] = said
+        return found
+
+    # --- nodes and their shadow caches ---
+
+    def _look_at_nodes(self) -> None:
+        """Who reports now. A node that was silent for a day is forgotten with its shadow caches."""
+        now_s = self._clock.now_s()
+        seen = map(NodeName, self._state.members(records.NODES, now_s - _FORGOTTEN_S))
+        self._nodes = list(dict.fromkeys([*self._options.nodes, *seen]))
+        raw = self._state.read_many([records.node_key(node, "report") for node in self._nodes])
+        self._reports = {node: records.decode_report(r) for node, r in zip(self._nodes, raw, strict=True) if r is not None}
+        for node in set(self._shadows) - set(self._nodes):
+            del self._shadows[node]
+
+    def _plan_for(self, wanted: set[str]) -> None:
+        """Plans every node at a tick and for what concerns all, and for a hint or a start only the nodes that it concerns."""
+        nodes = self._nodes
+        if wanted == {"hint"}:
+            nodes = list(dict.fromkeys(home for model in sorted(self._hinted) if (home := self._home(model)) is not None))
+        for node in nodes:
+            self.plan(node, "tick" if "tick" in wanted else sorted(wanted)[0])
+        self._hinted.clear()
 
     def _let_shadows_see(self, taken: Taken, until_s: float) -> None:
         """Takes every node's shadow caches through the rows that are its own: those that name it, or no node."""
-        for node in self._options.nodes:
-            if self._reports.get(node) is None and not self._read_report(node):
+        for node in self._nodes:
+            if node not in self._reports:
                 continue
             until = until_s if np.isfinite(until_s) else float(taken.ts.max(initial=self._learner.traffic.newest_s))
             shadows = self._shadows.get(node)
@@ -244,12 +330,6 @@ class Controller:
             start_s=start_s,
         )
 
-    def _read_report(self, node: NodeName) -> bool:
-        raw = self._state.read(records.node_key(node, "report"))
-        if raw is not None:
-            self._reports[node] = records.decode_report(raw)
-        return raw is not None
-
     def _tell_catalog(self, node: NodeName) -> None:
         """The node's shadow caches serve what the node does, with as much memory, at its link's measured speed."""
         shadows, report = self._shadows.get(node), self._reports[node]
@@ -260,7 +340,7 @@ class Controller:
         numbers, sizes, link_s = (np.array([entry[i] for entry in served]) for i in range(3))
         shadows.serve(numbers.astype(np.int64), sizes.astype(float), link_s.astype(float), float(report.memory.budget_bytes))
 
-    def _worth(self, report: records.NodeReport, now_s: float) -> tuple[Outlook, Worth]:
+    def _worth(self, report: records.NodeReport, now_s: float, expected: Mapping[str, Expected]) -> tuple[Outlook, Worth]:
         node = NodeName(report.node)
         shadows = self._shadows.get(node)
         if shadows is None:
@@ -269,7 +349,7 @@ class Controller:
         numbers = np.array([self._learner.number(k.model) for k in report.known], np.int64)
         # A model that was asked for since the catalog was told is not in the outlook yet.
         numbers[numbers >= len(outlook.keep_per_s)] = -1
-        return outlook, worth_of(report, outlook, numbers, shadows.shadow_holds())
+        return outlook, worth_of(report, outlook, numbers, shadows.shadow_holds(), expected)
 
     def _index_after(self, rows: Sequence[RequestSeen], now_s: float) -> dict[str, float]:
         """The index of each model of `rows`, with these rows counted in: scores are refreshed before they are compared."""
@@ -277,9 +357,9 @@ class Controller:
         if not self._switched_on:
             return found
         asked = {row.model for row in rows}
-        for report in self._reports.values():
+        for node, report in self._reports.items():
             of = msgspec.structs.replace(report, known=tuple(k for k in report.known if k.model in asked))
-            _, worth = self._worth(of, now_s)
+            _, worth = self._worth(of, now_s, self._expected(node, now_s))
             found |= {k.model: float(worth.keep[i]) for i, k in enumerate(of.known)}
         return found
 
@@ -294,10 +374,11 @@ class Controller:
         switch = msgspec.json.decode(switch_raw, type=records.Switch) if switch_raw else records.Switch()
         pins = msgspec.json.decode(pins_raw, type=list[str]) if pins_raw else []
         now_s = self._clock.now_s()
-        past = self._past[node]
+        past = self._past.setdefault(node, {})
         self._close_past(past, report, now_s)
         self._revision += 1
         self._switched_on = switch.on
+        expected = self._expected(node, now_s)
         given = Given(
             now_s=now_s,
             revision=self._revision,
@@ -311,9 +392,10 @@ class Controller:
             past=past,
             last_row_s=self._learner.last_row_s,
             new_id=lambda: DecisionId(uuid.uuid4().hex[:16]),
+            expected=expected,
         )
         self._tell_catalog(node)
-        outlook, worth = self._worth(report, now_s)
+        outlook, worth = self._worth(report, now_s, expected)
         planned = make_plan(report, outlook, worth, given)
         shadows = self._shadows.get(node)
         costs_s, shadow_wait_s = ({}, 0.0) if shadows is None else (shadows.costs_s, shadows.shadow_wait_s)
@@ -395,18 +477,22 @@ class Controller:
     def save(self) -> None:
         """Writes a snapshot of what was learned, with its position, unless another controller leads or nothing is new."""
         self._next_snapshot_s = self._clock.now_s() + self._options.snapshot_s
-        if self._learner.position == self._saved_position or self.deposed:
+        if self._learner.positions == self._saved or self.deposed or self._intake is None:
             return
         arrays: dict[str, np.ndarray] = {}
         facts = {}
         for node, shadows in self._shadows.items():
             mine, facts[str(node)] = shadows.snapshot()
             arrays |= {f"{node}/{name}": array for name, array in mine.items()}
-        learned = {records.LEARNED: self._learner.snapshot(), records.SHADOWS: records.pack_arrays(arrays, facts)}
+        learned = {
+            records.LEARNED: self._learner.snapshot(),
+            records.SHADOWS: records.pack_arrays(arrays, facts),
+            records.HINTS: records.encode(self._hints.snapshot()),
+        }
         if self._state.write_fenced(records.FENCE, self.fence, learned):
-            self._saved_position = self._learner.position
+            self._saved = dict(self._learner.positions)
             self._metrics.snapshots.inc()
-            self._stream.drop_before(self._saved_position)
+            self._intake.done(self._saved)
         else:
             self.deposed = True
 

@@ -21,12 +21,13 @@ import pyarrow as pa
 from prefetcher.clock import Clock
 from prefetcher.controller.rotation import Place, files_after, find_file
 from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, NodeName, RequestSeen
-from prefetcher.errors import NoRoomError, shortened
-from prefetcher.ports import RequestStream
+from prefetcher.errors import NoRoomError, UnavailableError, shortened
+from prefetcher.ports import Streams, Topic
 from prefetcher.replay.maps import parse_map
 from prefetcher.replay.times import TimeReader
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
+from prefetcher.wire import request_records
 
 __all__ = ["Follower"]
 
@@ -41,7 +42,7 @@ _MOST_COUNT = 1_000_000_000
 
 
 class Follower:
-    """Follows `path` into `stream`; `wake('')` is called after every append. `run` is for a thread of its own.
+    """Follows `path` into the requests topic; `wake('')` is called after every append. `run` is for a thread of its own.
 
     Raises:
         SettingsError: the field map or the time zone does not exist.
@@ -50,7 +51,7 @@ class Follower:
     def __init__(
         self,
         path: Path,
-        stream: RequestStream,
+        streams: Streams,
         clock: Clock,
         metrics: Metrics,
         wake: Callable[[str], None],
@@ -58,7 +59,8 @@ class Follower:
         tz: str = "UTC",
     ) -> None:
         self._path = path
-        self._stream = stream
+        self._streams = streams
+        self._writer = streams.writer()
         self._clock = clock
         self._metrics = metrics
         self._wake = wake
@@ -81,7 +83,7 @@ class Follower:
                 try:
                     if not self.step():
                         stop.wait(_IDLE_S)
-                except (OSError, NoRoomError) as exc:
+                except (OSError, NoRoomError, UnavailableError) as exc:
                     log().warning("follow_failed", path=str(self._path), reason=str(exc))
                     stop.wait(1.0)
         finally:
@@ -109,7 +111,7 @@ class Follower:
 
     def _open_first(self) -> bool:
         """Opens the file where reading stopped, wherever it was rotated to, or what came after it; False while there is none."""
-        place = Place.from_mark(self._stream.last_mark())
+        place = Place.from_mark(self._streams.last_mark(Topic.REQUESTS))
         if place is None:
             return self._open(self._path, 0)
         found = find_file(self._path, place.inode)
@@ -191,9 +193,9 @@ class Follower:
             self._save(self._unsaved)
 
     def _save(self, unsaved: tuple[list[RequestSeen], str]) -> None:
-        """Appends rows to the stream; where that fails they stay for the next step."""
+        """Appends rows to the requests topic; where that fails they stay for the next step."""
         rows, mark = unsaved
-        self._stream.append(rows, mark=mark)
+        self._writer.append(Topic.REQUESTS, request_records(rows), mark=mark)
         self._unsaved = None
         self._metrics.requests.labels(source="file").inc(len(rows))
         self._wake("")

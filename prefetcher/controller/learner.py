@@ -1,6 +1,6 @@
 """What the controller has learned: traffic, names, predictors; from rows in stream order, and exactly restorable.
 
-A snapshot is the state after all rows before a position of the stream: restored and fed the rows from there, a learner goes on as if
+A snapshot is the state after all records before its positions in the streams: restored and fed the rows from there, a learner goes on as if
 nothing had happened. Fits run on a copy in another thread (`Refit`), so that planning never waits for one. Reads no clock and no stream.
 """
 
@@ -21,6 +21,7 @@ from prefetcher.core.experts import HORIZONS, WINDOWS_S, rates_of_next_use
 from prefetcher.core.traffic import Block, Traffic
 from prefetcher.core.types import HORIZONS_S, ModelName, RequestSeen
 from prefetcher.errors import PredictorError
+from prefetcher.ports import Partition, Positions, Topic
 from prefetcher_models.predictor import Predictor, rate_probabilities, recent_rate
 
 __all__ = ["Learner", "Refit", "ScheduledPredictor", "Taken"]
@@ -31,6 +32,8 @@ _IDS_KEPT = 100_000
 _START_S = 300.0
 #: Feature rows of ticks that one step computes at most: some 100 MB. After a silence the last ticks are what counts.
 _MOST_TICK_ROWS = 400_000
+#: Of snapshots. Version 1 had one position.
+_VERSION = 2
 #: Ticks that one step computes at most: two weeks of minutes.
 _MOST_TICKS = 20_000
 
@@ -78,14 +81,14 @@ class Learner:
         self.names: list[str] = []
         self._number: dict[str, int] = {}
         self._ids: OrderedDict[str, None] = OrderedDict()
-        self.position = 0
+        self.positions: dict[Partition, int] = {}
         #: Number of the last tick whose features were computed; its time is that times the tick.
         self._ticked = -1
         self.fallbacks: dict[tuple[str, str], int] = {}
         self._since_copy: list[Block] | None = None
 
-    def take(self, requests: Sequence[RequestSeen], position: int, now_s: float, *, caught_up: bool = True) -> Taken:
-        """Learns rows in stream order, up to `position`, and scores them and the ticks that passed.
+    def take(self, requests: Sequence[RequestSeen], positions: Positions, now_s: float, *, caught_up: bool = True) -> Taken:
+        """Learns rows in stream order, which lead to `positions`, and scores them and the ticks that passed.
 
         `now_s` bounds the rows' times: one from the future counts as now. Time passes up to it once the stream is `caught_up`, until then
         up to the newest row.
@@ -120,7 +123,7 @@ class Learner:
         at_tick[:, block.tick_of, block.tick_model] = rates_of_next_use(self._probabilities(block.tick_features))
         if len(ts) or len(ticks):
             self._learn(block)
-        self.position = position
+        self.positions.update(positions)
         return Taken(
             rows=tuple(kept[i] for i in counted),
             repeated=len(requests) - len(kept),
@@ -151,6 +154,10 @@ class Learner:
             except PredictorError as exc:
                 self._count(exc.predictor or self.predictor.name, "failed")
         return rate_probabilities(recent_rate(x), tuple(HORIZONS_S[h] for h in HORIZONS)).astype(np.float32)
+
+    def at(self, positions: Positions) -> bool:
+        """Whether nothing is new at `positions`."""
+        return all(self.positions.get(partition) == offset for partition, offset in positions.items())
 
     def number(self, model: str) -> int:
         """The number of `model` in traffic and rates; −1 for one never used."""
@@ -219,12 +226,13 @@ class Learner:
         return refit.paid
 
     def snapshot(self) -> bytes:
-        """Everything learned up to `position`."""
+        """Everything learned up to `positions`."""
         arrays = {f"traffic/{name}": array for name, array in self.traffic.snapshot().items()}
         if self.predictor is not None:
             arrays |= {f"predictor/{name}": array for name, array in self.predictor.snapshot().items()}
         meta: dict[str, Any] = {
-            "position": self.position,
+            "v": _VERSION,
+            "positions": [[p.topic.value, p.number, offset] for p, offset in self.positions.items()],
             "names": self.names,
             "ids": list(self._ids),
             "ticked": self._ticked,
@@ -244,7 +252,11 @@ class Learner:
         self.names = list(meta["names"])
         self._number = {name: i for i, name in enumerate(self.names)}
         self._ids = OrderedDict.fromkeys(meta["ids"])
-        self.position = int(meta["position"])
+        if meta.get("v", 1) == 1:
+            # Before there were topics: a position in the one request log.
+            self.positions = {Partition(Topic.REQUESTS, 0): int(meta["position"])}
+        else:
+            self.positions = {Partition(Topic(topic), number): offset for topic, number, offset in meta["positions"]}
         self._ticked = int(meta["ticked"]) if meta["tick_s"] == self._tick_s else -1
         self.predictor = self._make()
         if self.predictor is not None:

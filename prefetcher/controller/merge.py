@@ -46,10 +46,9 @@ class RowMerge:
 
     def take(self, limit: int, behind: Collection[Partition]) -> tuple[list[RequestSeen], dict[Partition, int]]:
         """Up to `limit` rows that no partition of `behind` can still come before, and the positions that they lead to."""
-        if self.rows > MOST_HELD:
-            until_s = float("inf")
-        else:
-            until_s = min((self._newest_s.get(p, float("-inf")) if self._held.get(p) else float("-inf") for p in behind), default=float("inf"))
+        until_s = float("inf")
+        if self.rows <= MOST_HELD:
+            until_s = min((self._newest_s[p] if self._held.get(p) else -until_s for p in behind), default=until_s)
         heads = [(held[0][0], partition) for partition, held in self._held.items() if held]
         heapq.heapify(heads)
         out: list[RequestSeen] = []
@@ -64,10 +63,7 @@ class RowMerge:
             else:
                 heapq.heappop(heads)
         self.rows -= len(out)
-        for partition, until in self._until.items():
-            if not self._held[partition]:
-                positions[partition] = until
-        return out, positions
+        return out, positions | {partition: until for partition, until in self._until.items() if not self._held[partition]}
 
     def drop(self, partition: Partition) -> None:
         """Forgets what was read of a partition and not taken out."""

@@ -4,8 +4,11 @@
 | --- | --- | --- | --- |
 | `prefetcher:{controller}:epoch` | counter of leaderships; the number is the leader's fence | a controller at its start | never |
 | `prefetcher:{controller}:fence` | fence of whoever wrote last; a lower one is refused | controller | never |
-| `prefetcher:{controller}:learned` | position in the stream and everything learned up to it, as safetensors | controller | never |
-| `prefetcher:{controller}:shadows` | every node's shadow caches at the same position, as safetensors | controller | never |
+| `prefetcher:{controller}:lease` | name of the controller that leads | a controller | `leadership.LEASE_S` after its last renewal |
+| `prefetcher:{controller}:learned` | positions in the streams and everything learned up to them, as safetensors | controller | never |
+| `prefetcher:{controller}:shadows` | every node's shadow caches at the same positions, as safetensors | controller | never |
+| `prefetcher:{controller}:hints` | open hints and the record of every source at the same positions (`core.hints`) | controller | never |
+| `prefetcher:{nodes}:seen` | sorted set: node name, when it reported last | agent | never; read for a day |
 | `prefetcher:{controller}:switch` | `Switch`: prefetching on or off | endpoint | never |
 | `prefetcher:{controller}:pins` | JSON list of model names that are pinned on every node | endpoint | never |
 | `prefetcher:{node/N}:fence` | fence of the plan below | controller | never |
@@ -50,6 +53,9 @@ EPOCH = "prefetcher:{controller}:epoch"
 FENCE = "prefetcher:{controller}:fence"
 LEARNED = "prefetcher:{controller}:learned"
 SHADOWS = "prefetcher:{controller}:shadows"
+HINTS = "prefetcher:{controller}:hints"
+LEASE = "prefetcher:{controller}:lease"
+NODES = "prefetcher:{nodes}:seen"
 SWITCH = "prefetcher:{controller}:switch"
 PINS = "prefetcher:{controller}:pins"
 

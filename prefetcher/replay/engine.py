@@ -6,7 +6,6 @@ naming things.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,10 +17,11 @@ from prefetcher.core.demand import Demand
 from prefetcher.core.node import BLOCK_BYTES, OUTCOMES, Caches, EventLog, Found, Hazard, World
 from prefetcher.core.node_run import grown, run_rows
 from prefetcher.core.node_steps import close
+from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.replay.accounts import SCHEMAS, PolicyLogs
 from prefetcher.replay.trace import Trace
 
-__all__ = ["TICK_S", "NodeLog", "build_tables", "by_rendezvous", "close_node", "split_by_node"]
+__all__ = ["TICK_S", "NodeLog", "build_tables", "close_node", "split_by_node"]
 
 TICK_S = 60.0
 
@@ -33,12 +33,6 @@ class NodeLog:
     node: str
     rows: npt.NDArray[np.int64]
     world: World
-
-
-def by_rendezvous(model: str, nodes: Sequence[str]) -> list[int]:
-    """The nodes for a model by rendezvous hashing, its own first: by falling hash of (node, model)."""
-    key = [hashlib.blake2b(f"{node}\0{model}".encode(), digest_size=8).digest() for node in nodes]
-    return sorted(range(len(nodes)), key=key.__getitem__, reverse=True)
 
 
 def split_by_node(trace: Trace, nodes: int, link_bytes_per_s: float, load_s: npt.NDArray[np.float64] | None) -> list[NodeLog]:

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefetcher.core.node import Found, World
-from prefetcher.replay.engine import NodeLog, by_rendezvous
+from prefetcher.core.rendezvous import by_rendezvous
+from prefetcher.replay.engine import NodeLog
 from prefetcher.replay.ours import NodeRun, RateBlock
 from prefetcher.replay.trace import Trace
 
