@@ -217,7 +217,7 @@ from prefetcher_models.hazard import Hazard
 shadows = ShadowCaches(price_s_per_gb_h=0.002, hold_s=600, tick_s=60, start_s=1.7e9)
 shadows.serve(np.arange(5), np.full(5, 1e9), np.full(5, 0.3), 3e9)
 learner = Learner(Hazard)
-taken = learner.take([RequestSeen(float(t), f"m{i % 5}") for i, t in enumerate(ts[:20])], 20, float(ts[19]) + 100.0)
+taken = learner.take([RequestSeen(float(t), f"m{i % 5}") for i, t in enumerate(ts[:20])], {}, float(ts[19]) + 100.0)
 shadows.advance(taken.ts, taken.model, taken.after_row, taken.ticks, taken.at_tick, float(ts[19]) + 100.0)
 shadows.outlook(float(ts[19]) + 100.0)
 again = ShadowCaches(price_s_per_gb_h=0.002, hold_s=600, tick_s=60, start_s=1.7e9)
