@@ -1,19 +1,16 @@
-"""What the ingest's tests share: streams whose partitions a test gives, takes and delivers again, and a recount of a topic row by row."""
+"""What the ingest's tests share: streams whose partitions a test gives, takes and delivers again, and a recount of all of them."""
 
 from __future__ import annotations
 
-import bisect
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from prefetcher.core.traffic_state import GAP_BINS
+from prefetcher.bench.recount import Recount, differences
 from prefetcher.errors import UnavailableError
 from prefetcher.ingest.tables import TablesReader
 from prefetcher.ports import Chunk, Partition, Positions, StreamReader, Topic
-from prefetcher.wire import DeadLetter, RequestMessage, decode_request, encode
+from prefetcher.wire import DeadLetter, RequestMessage, encode
 
 START_S = 1_700_000_000.0
 
@@ -120,40 +117,6 @@ class Reader:
         self.closed = True
 
 
-class Recount:
-    """The tables that a partition's records lead to, counted one row after another in the plainest way."""
-
-    def __init__(self, late_s: float = 600.0) -> None:
-        self._late_s = late_s
-        self._newest_s = -math.inf
-        self.rows: Counter[str] = Counter()
-        self.late: Counter[str] = Counter()
-        self.first_s: dict[str, float] = {}
-        self.last_s: dict[str, float] = {}
-        self.gaps: dict[str, list[int]] = {}
-        self.minutes: dict[int, Counter[str]] = {}
-        self._ends_s = [2.0 ** (b / 2.0) for b in range(1, GAP_BINS)]
-
-    def take(self, values: Sequence[bytes]) -> None:
-        for value in values:
-            try:
-                row = decode_request(value)
-            except ValueError:
-                continue
-            model, ts = row.model, row.ts
-            if ts < self._newest_s - self._late_s:
-                self.late[model] += 1
-                continue
-            self._newest_s = max(ts, self._newest_s)
-            gaps = self.gaps.setdefault(model, [0] * GAP_BINS)
-            if model in self.last_s:
-                gaps[bisect.bisect_right(self._ends_s, max(0.0, ts - self.last_s[model]))] += 1
-            self.rows[model] += 1
-            self.first_s[model] = min(ts, self.first_s.get(model, ts))
-            self.last_s[model] = max(ts, self.last_s.get(model, ts))
-            self.minutes.setdefault(int(ts // 60), Counter())[model] += 1
-
-
 def recount(broker: Broker) -> list[Recount]:
     found = []
     for records in broker.records.values():
@@ -164,21 +127,4 @@ def recount(broker: Broker) -> list[Recount]:
 
 def assert_exact(reader: TablesReader, broker: Broker, history: Mapping[int, Mapping[str, int]] | None = None) -> None:
     """The tables in Redis, and the history for closed minutes, are those of the topic."""
-    counts = recount(broker)
-    tables = reader.models()
-    assert {m: t.rows for m, t in tables.items() if t.rows} == sum((c.rows for c in counts), Counter())
-    assert {m: t.late for m, t in tables.items() if t.late} == sum((c.late for c in counts), Counter())
-    for model, table in tables.items():
-        having = [c for c in counts if c.rows[model]]
-        if having:
-            assert table.first_s == min(c.first_s[model] for c in having)
-            assert table.last_s == max(c.last_s[model] for c in having)
-            assert table.gaps == [sum(column) for column in zip(*(c.gaps[model] for c in having), strict=True)]
-    minutes: dict[int, Counter[str]] = {}
-    for count in counts:
-        for minute, models in count.minutes.items():
-            minutes.setdefault(minute, Counter()).update(models)
-    stored = reader.minutes(0, 1 << 40)
-    for minute, models in (history or {}).items():
-        stored.setdefault(minute, Counter()).update(models)
-    assert stored == minutes
+    assert differences(reader, recount(broker), (history or {}).items()) == []
