@@ -6,8 +6,11 @@ already. Consumer groups are `PREFIX.NAME`. `docs/streams.md` says what is promi
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +31,7 @@ __all__ = ["KafkaOptions", "KafkaStreams"]
 
 #: Finding the first broker. A handshake takes milliseconds, a lost SYN is sent again after one second and after two more.
 _BOOTSTRAP_S = 4.0
+_KNOCK_AGAIN_S = 0.1
 #: An answer that takes longer does not come any more: a broker answers in milliseconds, a new leader is elected within 9 s (its default
 #: `broker.session.timeout.ms`).
 _REQUEST_S = 10.0
@@ -55,6 +59,7 @@ _SOCKET_OPTIONS: list[tuple[int, int, int]] = [
 _MARK_WINDOW = 100
 
 _clock = SystemClock()
+_never = threading.Event()
 
 
 class _Secret(str):
@@ -122,6 +127,8 @@ class KafkaStreams:
         if given.security_protocol.startswith("SASL"):
             if not (given.sasl_mechanism and given.username and given.password is not None):
                 raise SettingsError(f"{given.security_protocol} needs a mechanism, a username and a password (PREFETCHER_KAFKA__…)")
+            # At DEBUG the client logs every byte that it sends, and a PLAIN password is sent as it is.
+            logging.getLogger("kafka.protocol").setLevel(logging.INFO)
             settings |= {
                 "sasl_mechanism": given.sasl_mechanism,
                 "sasl_plain_username": given.username,
@@ -172,19 +179,22 @@ class KafkaStreams:
             raise
 
     def _error(self, exc: errors.KafkaError, doing: str) -> PrefetcherError:
-        brokers = self._options.brokers
-        if isinstance(exc, errors.SaslAuthenticationFailedError):
-            return SettingsError(f"{brokers} refuses user {self._options.username!r} ({self._options.sasl_mechanism}): check its password")
+        brokers, user = self._options.brokers, f"user {self._options.username!r}"
+        if isinstance(exc, (errors.SaslAuthenticationFailedError, errors.UnsupportedSaslMechanismError)):
+            return SettingsError(f"{brokers} refuses {user} ({self._options.sasl_mechanism}): check the password, and the mechanism")
         if isinstance(exc, errors.AuthorizationError):
-            return SettingsError(f"{brokers}: {doing} is not allowed to user {self._options.username!r}: {type(exc).__name__}")
+            return SettingsError(f"{brokers}: {doing} is not allowed to {user}: {type(exc).__name__}")
+        if "CERTIFICATE_VERIFY_FAILED" in str(exc):
+            return SettingsError(f"{brokers} shows a certificate that PREFETCHER_KAFKA__CA_FILE does not vouch for: {exc}")
         if isinstance(exc, errors.KafkaConfigurationError):
             return SettingsError(f"the broker's settings are refused: {exc}")
         return UnavailableError(
-            f"no Kafka broker answers at {brokers} as {self._options.security_protocol} ({doing}: {type(exc).__name__}): is it running, "
-            "is that its address, does that listener speak this protocol?"
+            f"no Kafka broker answers at {brokers} as {self._options.security_protocol} ({doing}: {exc}): is it running, is that its "
+            "address, does that listener speak this protocol?"
         )
 
     def prepare(self) -> None:
+        self._knock()
         admin = self._open(KafkaAdminClient)
         try:
             missing = self._missing(admin)
@@ -194,6 +204,34 @@ class KafkaStreams:
             raise self._error(exc, "looking for topics") from exc
         finally:
             admin.close()
+
+    def _knock(self) -> None:
+        """Returns once a broker lets us in. The client, looking for a broker, keeps to itself why it finds none."""
+        give_up_s = _clock.steady_s() + _BOOTSTRAP_S
+        client = KafkaNetClient(**self._settings)
+        manager = client._manager
+
+        async def connect(node: str) -> None:
+            connection = manager.get_connection(node, timeout_ms=max(100.0, (give_up_s - _clock.steady_s()) * 1000), pop_on_close=True)
+            await connection
+            connection.close()
+
+        try:
+            while True:
+                for broker in manager.cluster.bootstrap_brokers():
+                    try:
+                        client._net.run(connect, broker.node_id)
+                    except errors.NodeNotReadyError:  # it is too soon to try again
+                        continue
+                    except errors.KafkaError as exc:
+                        found = self._error(exc, f"{broker.host}:{broker.port}")
+                        if isinstance(found, SettingsError) or _clock.steady_s() >= give_up_s:
+                            raise found from exc
+                    else:
+                        return
+                _clock.wait(_never, _KNOCK_AGAIN_S)
+        finally:
+            client.close()
 
     def _missing(self, admin: KafkaAdminClient) -> list[str]:
         missing = []
@@ -254,6 +292,10 @@ class KafkaStreams:
             allow_auto_create_topics=False,
             metrics_enabled=False,
         )
+        # What is known now is known while the broker is away: an append waits for the broker, not for its topic's list of partitions.
+        for topic in Topic:
+            with contextlib.suppress(errors.KafkaTimeoutError):
+                producer.partitions_for(self.topic_name(topic))
         return KafkaWriter(producer, self.topic_name, self._error, self._options.pending_bytes, self._options.record_bytes)
 
     def _consumer(self, group: str | None, **settings: Any) -> KafkaConsumer:
