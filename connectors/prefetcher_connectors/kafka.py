@@ -127,8 +127,9 @@ class KafkaStreams:
         if given.security_protocol.startswith("SASL"):
             if not (given.sasl_mechanism and given.username and given.password is not None):
                 raise SettingsError(f"{given.security_protocol} needs a mechanism, a username and a password (PREFETCHER_KAFKA__…)")
-            # At DEBUG the client logs every byte that it sends, and a PLAIN password is sent as it is.
-            logging.getLogger("kafka.protocol").setLevel(logging.INFO)
+            # At DEBUG the client logs every request and every byte that it sends, and a PLAIN password is sent as it is.
+            for name in ("kafka.net.connection", "kafka.protocol.parser"):
+                logging.getLogger(name).setLevel(logging.INFO)
             settings |= {
                 "sasl_mechanism": given.sasl_mechanism,
                 "sasl_plain_username": given.username,
@@ -194,7 +195,7 @@ class KafkaStreams:
         )
 
     def prepare(self) -> None:
-        self._knock()
+        self._knock(_BOOTSTRAP_S)
         admin = self._open(KafkaAdminClient)
         try:
             missing = self._missing(admin)
@@ -205,14 +206,21 @@ class KafkaStreams:
         finally:
             admin.close()
 
-    def _knock(self) -> None:
+    def _is_there(self, timeout_s: float) -> bool:
+        try:
+            self._knock(timeout_s)
+        except PrefetcherError:
+            return False
+        return True
+
+    def _knock(self, timeout_s: float) -> None:
         """Returns once a broker lets us in. The client, looking for a broker, keeps to itself why it finds none."""
-        give_up_s = _clock.steady_s() + _BOOTSTRAP_S
+        give_up_s = _clock.steady_s() + timeout_s
         client = KafkaNetClient(**self._settings)
         manager = client._manager
 
         async def connect(node: str) -> None:
-            connection = manager.get_connection(node, timeout_ms=max(100.0, (give_up_s - _clock.steady_s()) * 1000), pop_on_close=True)
+            connection = manager.get_connection(node, timeout_ms=max(50.0, (give_up_s - _clock.steady_s()) * 1000), pop_on_close=True)
             await connection
             connection.close()
 
@@ -296,7 +304,8 @@ class KafkaStreams:
         for topic in Topic:
             with contextlib.suppress(errors.KafkaTimeoutError):
                 producer.partitions_for(self.topic_name(topic))
-        return KafkaWriter(producer, self.topic_name, self._error, self._options.pending_bytes, self._options.record_bytes)
+        given = self._options
+        return KafkaWriter(producer, self.topic_name, self._error, self._is_there, given.brokers, given.pending_bytes, given.record_bytes)
 
     def _consumer(self, group: str | None, **settings: Any) -> KafkaConsumer:
         return self._open(
