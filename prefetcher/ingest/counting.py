@@ -8,7 +8,7 @@ bound but out of order. Late rows are counted and change nothing else. Covers no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,10 @@ MINUTE_S = 60
 RECENT_MODELS = 8
 #: Upper ends of the gap bins, but for the last, which is open.
 _GAP_ENDS_S = 2.0 ** (np.arange(1, GAP_BINS) / 2.0)
-#: A user's entry is [offset of the last row, model, ts, model, ts, …].
+#: A user's entry is [offset of the last row, model, second, model, second, …].
 _USER_LENGTH = 1 + 2 * RECENT_MODELS
 
-_encode = msgspec.json.Encoder().encode
+_encode, _encode_lines = msgspec.json.Encoder().encode, msgspec.json.Encoder().encode_lines
 _decode = msgspec.json.Decoder().decode
 
 
@@ -195,35 +195,39 @@ class PartitionCounts:
     def _take_users(self, batch: Decoded, on_time: npt.NDArray[np.bool_], changes: Changes) -> None:
         if self._most_users == 0:
             return
-        users, changed, gone = self._users, set[str](), set[str]()
-        rows: Iterable[tuple[str | None, str, float, int, bool]]
-        rows = zip(batch.users, batch.models, batch.ts.tolist(), batch.offsets.tolist(), on_time.tolist(), strict=True)
-        for user, model, ts, offset, counts in rows:
-            if user is None or not counts:
+        if not any(batch.users):
+            return
+        users, hasher = self._users, self._hash
+        hashes = [None if user is None else hasher(user) for user in batch.users]
+        if not on_time.all():
+            hashes = [hashed if counts else None for hashed, counts in zip(hashes, on_time.tolist(), strict=True)]
+        #: What was changed, as it is in the end; None for those who made room.
+        changed: dict[str, list[Any] | None] = {}
+        seconds = np.floor(batch.ts).astype(np.int64).tolist()
+        for hashed, model, ts, offset in zip(hashes, batch.models, seconds, batch.offsets.tolist(), strict=True):
+            if hashed is None:
                 continue
-            hashed = self._hash(user)
             entry = users.get(hashed)
             if entry is None:
                 if len(users) >= self._most_users:
-                    oldest, _ = users.popitem(last=False)
-                    changed.discard(oldest)
-                    gone.add(oldest)
-                users[hashed] = [offset, model, ts]
-                gone.discard(hashed)
-            else:
-                entry[0] = offset
-                if entry[-2] == model:
-                    if ts > entry[-1]:
-                        entry[-1] = ts
-                else:
-                    entry += (model, ts)
-                    if len(entry) > _USER_LENGTH:
-                        del entry[1:3]
-                users.move_to_end(hashed)
-            changed.add(hashed)
-        for hashed in changed:
-            changes.users += (hashed, _encode(users[hashed]).decode())
-        changes.gone_users = list(gone)
+                    changed[users.popitem(last=False)[0]] = None
+                users[hashed] = changed[hashed] = [offset, model, ts]
+                continue
+            entry[0] = offset
+            if entry[-2] != model:
+                entry += (model, ts)
+                if len(entry) > _USER_LENGTH:
+                    del entry[1:3]
+            elif ts > entry[-1]:
+                entry[-1] = ts
+            users.move_to_end(hashed)
+            changed[hashed] = entry
+        kept = [(hashed, entry) for hashed, entry in changed.items() if entry is not None]
+        # One call for all: no JSON of an entry has a line end in it.
+        lines = _encode_lines([entry for _, entry in kept]).decode().split("\n")
+        for (hashed, _), line in zip(kept, lines, strict=False):
+            changes.users += (hashed, line)
+        changes.gone_users = [hashed for hashed, entry in changed.items() if entry is None]
 
 
 def _running_max(
