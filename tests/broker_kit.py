@@ -97,7 +97,8 @@ class ApacheKafka(Broker):
             "-cp",
             f"{home}/libs/*",
         ]
-        cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+        # A first byte of 0: an id that began with a dash would be taken for an option.
+        cluster = base64.urlsafe_b64encode(b"\0" + uuid.uuid4().bytes[1:]).rstrip(b"=").decode()
         subprocess.run(
             [*java, "kafka.tools.StorageTool", "format", "-t", cluster, "-c", str(properties)],
             check=True,

@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from broker_kit import ApacheKafka, free_port, own_kafka, sasl_kafka
+from broker_kit import ApacheKafka, free_port
 from kafka import KafkaAdminClient, KafkaProducer, TopicPartition
 
 from prefetcher.errors import NoRoomError, SettingsError, UnavailableError, UsageError
 from prefetcher.ports import Partition, Topic
 from prefetcher_connectors.kafka import KafkaOptions, KafkaStreams
-
-__all__ = ["own_kafka", "sasl_kafka"]
 
 #: More than anything here takes: a wait that ends by it has failed.
 PATIENCE_S = 40.0

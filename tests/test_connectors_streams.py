@@ -8,10 +8,10 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from broker_kit import broker, own_kafka
 
 from prefetcher.errors import UnavailableError, UsageError
 from prefetcher.ports import Partition, Positions, StreamReader, Streams, Topic
@@ -19,8 +19,6 @@ from prefetcher_connectors.kafka import KafkaOptions, KafkaStreams
 from prefetcher_connectors.memory import MemoryStreams
 from prefetcher_connectors.segments import SegmentLog
 from prefetcher_connectors.streams import FileStreams
-
-__all__ = ["broker", "own_kafka"]
 
 Open = Callable[[], Streams]
 #: More than anything here takes: a wait that ends by it has failed.
@@ -277,27 +275,25 @@ def test_a_name_that_is_shared_has_each_partition_once(reopen: Open, request: py
     writer.append(Topic.REQUESTS, rows(60), timeout_s=PATIENCE_S)
     first = Owner(streams, shared=True)
     assert len(first.take(60)) == 60
-    with Owner(streams, first.positions, shared=True) as second:
-        give_up = deadline()
-        while len(first.begun) > 1 and not second.begun and not give_up():
-            first.poll(timeout_s=0.05)
-            second.poll(timeout_s=0.05)
+    # Members poll at the same time, as programs do.
+    with Owner(streams, first.positions, shared=True) as second, ThreadPoolExecutor() as threads:
+
+        def poll_until(true: Callable[[], bool], *owners: Owner) -> None:
+            give_up = deadline()
+            while not true() and not give_up():
+                list(threads.map(Owner.poll, owners))
+
+        poll_until(lambda: len(second.begun) > 0 or len(first.begun) == 1, first, second)
         # One partition stays where it is; of several, some go over.
         assert (len(second.begun) > 0) == (len(first.begun) > 1)
         assert set(second.begun) == set(first.given_up)
         writer.append(Topic.REQUESTS, rows(60, keys=20), timeout_s=PATIENCE_S)
-        give_up = deadline()
-        while total(first) + total(second) < 120 and not give_up():
-            first.poll(timeout_s=0.05)
-            second.poll(timeout_s=0.05)
+        poll_until(lambda: total(first) + total(second) >= 120, first, second)
         assert total(first) + total(second) == 120
         first.reader.close()
-        # What one gave up, the other takes over from where its owner says.
-        second.positions.update(first.positions | second.positions)
+        # What one gave up, the other takes over from where their positions say.
         writer.append(Topic.REQUESTS, rows(60, keys=20), timeout_s=PATIENCE_S)
-        give_up = deadline()
-        while total(first) + total(second) < 180 and not give_up():
-            second.poll(timeout_s=0.05)
+        poll_until(lambda: total(first) + total(second) >= 180, second)
         second.poll()
         assert total(first) + total(second) == 180
         assert set(second.begun) >= set(first.begun)

@@ -12,6 +12,7 @@ from typing import Any
 import kafka.errors as errors
 import structlog
 from kafka import ConsumerRebalanceListener, KafkaConsumer, OffsetAndMetadata, TopicPartition
+from kafka.structs import MemberState
 
 from prefetcher.clock import SystemClock
 from prefetcher.errors import PrefetcherError, UnavailableError
@@ -21,6 +22,9 @@ __all__ = ["KafkaReader"]
 
 #: The longest that the consumer waits in one go: partitions that were given to this member meanwhile are begun after it.
 _SLICE_S = 0.1
+#: How much longer a poll may take while the group hands partitions over: the client forgets an assignment that comes while nobody polls,
+#: and all begin again. Others hear of it by their next heartbeat, within a second.
+_JOIN_S = 2.0
 #: After so long without a record the broker is asked whether it is there, and given the other time to answer.
 _SILENCE_S = 2.0
 _ANSWER_S = 1.0
@@ -74,14 +78,14 @@ class KafkaReader:
 
     def poll(self, limit: int, timeout_s: float) -> Sequence[Chunk]:
         until_s = _clock.steady_s() + timeout_s
+        wait_s = timeout_s
         while True:
-            left_s = until_s - _clock.steady_s()
             try:
                 if not self._shared:
                     self._look()
                 if self._new:
                     self._begin()
-                found = self._consumer.poll(timeout_ms=max(0.0, min(left_s, _SLICE_S)) * 1000, max_records=limit)
+                found = self._consumer.poll(timeout_ms=min(wait_s, _SLICE_S) * 1000, max_records=limit)
             except errors.OffsetOutOfRangeError as exc:
                 return [self._out_of_range(at, asked) for at, asked in exc.args[0].items()]
             except errors.LogTruncationError as exc:
@@ -93,10 +97,18 @@ class KafkaReader:
             if found:
                 self._heard_s = _clock.steady_s()
                 return [self._chunk(at, records) for at, records in found.items()]
-            if _clock.steady_s() >= until_s and not self._new:
+            wait_s = until_s - _clock.steady_s()
+            if wait_s <= 0.0 and wait_s > -_JOIN_S and self._joins():
+                wait_s = _SLICE_S
+            elif wait_s <= 0.0 and not self._new:
                 if _clock.steady_s() - self._heard_s > _SILENCE_S:
                     self._ask()
                 return ()
+            wait_s = max(0.0, wait_s)
+
+    def _joins(self) -> bool:
+        """Whether the group is handing partitions over just now."""
+        return self._shared and self._consumer.group_metadata().state == MemberState.REBALANCING
 
     def _chunk(self, at: TopicPartition, records: Sequence[Any]) -> Chunk:
         self._next[at] = after = records[-1].offset + 1
