@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from prefetcher.errors import NoRoomError, UnavailableError
 from prefetcher.ingest.counting import PartitionCounts
 from prefetcher.ingest.decoding import BadRow, Decoded, RowDecoder
 from prefetcher.ingest.history import write_hour
-from prefetcher.ingest.tables import Tables, why
+from prefetcher.ingest.tables import Commit, Tables, why
 from prefetcher.ports import Chunk, Partition, Positions, StreamReader, Streams, StreamWriter, Topic
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
@@ -72,6 +73,18 @@ class _DroppedError(Exception):
     """The batch in hand is nobody's any more: the partition was taken away, or the process stops."""
 
 
+@dataclass(frozen=True, slots=True)
+class _InHand:
+    """Records of one partition from offset `begin` on, counted and being stored."""
+
+    chunk: Chunk
+    decoded: Decoded
+    begin: int
+    results: dict[str, int]
+    commit: Commit
+    storing: list[Future[str]]
+
+
 class Ingest:
     """One member of the ingest group; `mapping` reads a foreign topic's records (`decoding.RowDecoder`). `run` is for one thread."""
 
@@ -93,6 +106,8 @@ class Ingest:
         self._counts: dict[Partition, PartitionCounts] = {}
         self._reader: StreamReader | None = None
         self._writer: StreamWriter | None = None
+        #: One partition's records are judged and counted while those of the one before are stored: Redis and this process work at once.
+        self._storing = ThreadPoolExecutor(1, "ingest-store")
         self._polling = False
         #: Give all partitions up after this batch, and take them again at the offsets that are stored.
         self._again = False
@@ -111,7 +126,8 @@ class Ingest:
             self.close()
 
     def close(self) -> None:
-        """Leaves the group. What was polled and not stored is read again by whoever comes next."""
+        """Leaves the group, for good. What was polled and not stored is read again by whoever comes next."""
+        self._storing.shutdown()
         self._leave()
         if self._writer is not None:
             self._writer.close()
@@ -119,10 +135,10 @@ class Ingest:
 
     def step(self) -> bool:
         """Takes in one batch; whether there was one. Waits while streams or Redis are away, or full."""
-        if self._reader is None:
-            self._warn_of_eviction()
-            self._reader = self._streams.reader([Topic.REQUESTS], "ingest", self._start, self._revoked, shared=True)
         try:
+            if self._reader is None:
+                self._warn_of_eviction()
+                self._reader = self._streams.reader([Topic.REQUESTS], "ingest", self._start, self._revoked, shared=True)
             chunks = self._poll(self._options.batch, self._options.idle_s)
         except UnavailableError as exc:
             self._tell_trouble("streams_away", str(exc))
@@ -130,18 +146,10 @@ class Ingest:
             return False
         if self._trouble == "streams_away":
             self._tell_well()
-        done: dict[Partition, int] = {}
-        for chunk in chunks:
-            try:
-                with self._metrics.ingest_batch_time.time():
-                    self._take(chunk)
-            except _DroppedError:
-                continue
-            counts = self._counts.get(chunk.partition)
-            if counts is not None and counts.offset is not None:
-                done[chunk.partition] = counts.offset
-        if done:
-            self._reader.done(done)
+        if chunks:
+            with self._metrics.ingest_batch_time.time():
+                self._take_all(chunks)
+            self._reader.done({p: counts.offset for c in chunks if (counts := self._counts.get(p := c.partition)) and counts.offset})
         self._tell_lag()
         self._compact()
         if self._again:
@@ -210,12 +218,25 @@ class Ingest:
         if reader is not None:
             reader.close()
 
-    # One batch of one partition
+    # One batch: records of some partitions
 
-    def _take(self, chunk: Chunk) -> None:
+    def _take_all(self, chunks: Sequence[Chunk]) -> None:
+        in_hand: _InHand | None = None
+        for chunk in chunks:
+            following: _InHand | None = None
+            with contextlib.suppress(_DroppedError):
+                following = self._take(chunk)
+            with contextlib.suppress(_DroppedError):
+                self._finish(in_hand)
+            in_hand = following
+        with contextlib.suppress(_DroppedError):
+            self._finish(in_hand)
+
+    def _take(self, chunk: Chunk) -> _InHand | None:
+        """Judges and counts a chunk; the storing has begun when this returns."""
         counts = self._counts.get(chunk.partition)
         if counts is None:
-            return
+            return None
         if chunk.lost:
             self._metrics.ingest_records.labels(result="lost").inc(chunk.lost)
             log().warning("records_lost", partition=chunk.partition.number, lost=chunk.lost, then="reading on from the oldest one kept")
@@ -226,11 +247,11 @@ class Ingest:
                 self._read_again()
             else:
                 self._metrics.ingest_records.labels(result="again").inc(len(chunk.offsets))
-            return
+            return None
         decoded = self._decode(chunk.offsets, chunk.values, self._clock.now_s()).since(begin)
         if decoded.bad:
             self._bury(chunk.partition, decoded.bad)
-        self._count(chunk, decoded)
+        return self._begin(chunk, decoded)
 
     def _began_anew(self, chunk: Chunk, begin: int) -> bool:
         """Whether the stream was deleted and made again, or cut: it goes on before `begin` without a record, or ends before it."""
@@ -253,35 +274,49 @@ class Ingest:
                 first = next(row for row in rows if row.reason == reason)
                 log().warning("record_refused", reason=reason, partition=partition.number, offset=first.offset, detail=first.detail[:200])
         if self._writer is None:
-            self._writer = self._streams.writer()
+            self._writer = self._ask(self._streams.writer, partition)
         writer, whose = self._writer, f"{self._options.topic}/{partition.number}"
         for start in range(0, len(rows), _LETTERS_AT_ONCE):
             letters = [(whose, encode(r.letter(partition, self._options.topic, now_s))) for r in rows[start : start + _LETTERS_AT_ONCE]]
             self._ask(partial(writer.append, Topic.DEAD_LETTER, letters, timeout_s=_LETTER_TIMEOUT_S), partition)
 
-    def _count(self, chunk: Chunk, decoded: Decoded) -> None:
-        partition = chunk.partition
-        while True:
-            counts = self._counts.get(partition)
-            begin = 0 if counts is None else counts.offset or 0
-            if counts is None or chunk.next_offset <= begin:
-                return
-            rows = decoded.since(begin)
-            before = (counts.rows, counts.late, counts.unlisted)
-            expected = self._tables.held(counts)
-            changes = counts.take(rows, chunk.next_offset)
-            commit = self._tables.prepare(partition.number, expected, counts, changes)
-            answer = self._ask(partial(self._tables.store, commit), partition)
+    def _begin(self, chunk: Chunk, decoded: Decoded) -> _InHand | None:
+        """Counts what was not counted yet and begins to store it; None when the partition was taken away, or all of it was counted."""
+        counts = self._counts.get(chunk.partition)
+        begin = 0 if counts is None else counts.offset or 0
+        if counts is None or chunk.next_offset <= begin:
+            return None
+        rows = decoded.since(begin)
+        before = (counts.rows, counts.late, counts.unlisted)
+        expected = self._tables.held(counts)
+        changes = counts.take(rows, chunk.next_offset)
+        results = {
+            name: new - old
+            for name, new, old in zip(("counted", "late", "unlisted"), (counts.rows, counts.late, counts.unlisted), before, strict=True)
+        }
+        commit = self._tables.prepare(chunk.partition.number, expected, counts, changes)
+        storing = self._storing.submit(self._tables.store, commit)
+        return _InHand(chunk, decoded, begin, results | {"bad": len(rows.bad)}, commit, [storing])
+
+    def _finish(self, in_hand: _InHand | None) -> None:
+        """Returns when it is stored, by us or by others, or must be read again."""
+        while in_hand is not None:
+            answer = self._ask(partial(self._stored, in_hand), in_hand.chunk.partition)
             if answer == "ok":
-                after = (counts.rows, counts.late, counts.unlisted)
-                for result, old, new in zip(("counted", "late", "unlisted"), before, after, strict=True):
-                    self._metrics.ingest_records.labels(result=result).inc(new - old)
-                self._metrics.ingest_records.labels(result="bad").inc(len(rows.bad))
+                for result, count in in_hand.results.items():
+                    self._metrics.ingest_records.labels(result=result).inc(count)
                 return
-            self._counts[partition] = found = self._load_after(answer, partition)
-            if (found.offset or 0) < begin:
+            partition = in_hand.chunk.partition
+            found = self._load_after(answer, partition)
+            if (found.offset or 0) < in_hand.begin:
                 self._read_again()
                 return
+            self._counts[partition] = found
+            in_hand = self._begin(in_hand.chunk, in_hand.decoded)
+
+    def _stored(self, in_hand: _InHand) -> str:
+        """The answer to the first try, which has begun, or to a further one."""
+        return in_hand.storing.pop().result() if in_hand.storing else self._tables.store(in_hand.commit)
 
     def _load_after(self, answer: str, partition: Partition) -> PartitionCounts:
         """What is stored instead of what a commit expected."""

@@ -70,7 +70,7 @@ class Metrics:
         self.lag = Gauge("prefetcher_stream_lag_bytes", "Request log written and not yet learned from.", registry=registry)
         self.ingest_records = Counter("prefetcher_ingest_records_total", "Records of the requests topic.", ["result"], registry=registry)
         self.ingest_batch_time = Histogram(
-            "prefetcher_ingest_batch_seconds", "Time to take in one batch of a partition.", registry=registry, buckets=_PLAN_BUCKETS
+            "prefetcher_ingest_batch_seconds", "Time to take in one batch.", registry=registry, buckets=_PLAN_BUCKETS
         )
         self.ingest_lag = Gauge("prefetcher_ingest_lag_records", "Records not polled yet.", registry=registry)
         self.ingest_waits = Counter(
