@@ -102,7 +102,8 @@ class StreamReader(Protocol):
     def poll(self, limit: int, timeout_s: float) -> Sequence[Chunk]:
         """Up to `limit` records of any partitions, waiting up to `timeout_s` for the first; empty when there are none.
 
-        What is there is returned at once. Partitions may be taken and given meanwhile: `revoked` and `start` are called in here.
+        What is there is returned at once. Partitions may be taken and given meanwhile: `revoked` and `start` are called in here. A chunk
+        without records says where the reader goes on when it had to leave its place.
 
         Raises:
             UnavailableError: the stream is away; poll again later, nothing is skipped.
@@ -121,7 +122,8 @@ class StreamReader(Protocol):
         ...
 
     def lag(self) -> Mapping[Partition, int]:
-        """Records (embedded: bytes) after what was polled last, by partition that this reader has."""
+        """Records (embedded: bytes) after what was polled last, by partition that this reader has and knows the end of. Cheap: the last
+        answer of the broker counts."""
         ...
 
     def close(self) -> None: ...
@@ -153,8 +155,10 @@ class Streams(Protocol):
         """A reader of `topics` that is called `name` (the consumer group, with the installation's prefix).
 
         `shared`: the partitions are split among all readers of that name, and may come and go. Otherwise it reads all of them, also those
-        that are added later. `start` is called in `poll` with partitions that are new to this reader and says where to begin; `revoked`
-        with those that another member takes over, before it does.
+        that are added later. `start` is called in `poll` with partitions that are new to this reader and says where to begin, by the thread
+        that polls; what it raises, `poll` raises, and it is asked again. `revoked` is called with those that another member takes over,
+        before it does, or after the broker has given this member up; by another thread while `poll` waits, so it must not use the reader.
+        `close` calls neither.
         """
         ...
 
