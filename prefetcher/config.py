@@ -35,7 +35,7 @@ __all__ = [
 
 PREFIX = "PREFETCHER_"
 #: Variables that begin with the prefix and are no settings of `prefetcher up`: what clients, tests and benchmarks read.
-_NOT_SETTINGS = re.compile(r"PREFETCHER_(TEST_\w+|TRACES|SOCKET|URL|BENCH_\w+|DEMO_\w+)$")
+_NOT_SETTINGS = re.compile(r"PREFETCHER_(TEST_\w+|TRACES|SOCKET|URL|KEY|BENCH_\w+|DEMO_\w+)$")
 _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     prefix + suffix: int(base**power)
     for base, suffix in ((1000, "B"), (1024, "IB"), (1000, ""))
@@ -105,6 +105,11 @@ class ApiSettings(_Group):
     host: str = Field(default="127.0.0.1", description="address to bind")
     port: int = Field(default=8371, ge=0, le=65535, description="port to bind; 0 takes a free one")
     body_limit_bytes: Bytes = Field(default=4_000_000, gt=0, description="largest request body")
+    keys_file: Path | None = Field(default=None, description="JSON file of keys; without it nobody is asked for one")
+    open: bool = Field(default=False, description="bind to an address that others reach without a file of keys")
+    session_rate_per_s: float = Field(default=10.0, gt=0, description="hints a second from one session, in the long run")
+    session_burst: float = Field(default=60.0, ge=1, description="hints from one session at once")
+    hints_in_flight: int = Field(default=256, ge=1, le=10_000, description="posts of hints that may wait for the log; more are refused")
 
 
 class StateSettings(_Group):

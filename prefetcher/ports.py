@@ -183,6 +183,15 @@ class StateStore(Protocol):
         """Writes all items at once, or none. `expire_s` counts in the store's own time."""
         ...
 
+    def claim(self, items: Mapping[str, bytes], expire_s: float) -> list[bytes | None]:
+        """Writes each item whose key is free, for `expire_s` of the store's own time, and says for each what is there instead; None: it was
+        free. Of several who claim a key at once, one finds it free."""
+        ...
+
+    def replace(self, key: str, before: bytes | None, after: bytes) -> bool:
+        """Writes `after` where `before` is still there (None: nothing is); else nothing, and False."""
+        ...
+
     def write_fenced(self, fence_key: str, fence: int, items: Mapping[str, bytes]) -> bool:
         """Writes all items and the fence at once, unless `fence_key` already holds a higher fence; then nothing, and False."""
         ...
@@ -217,8 +226,8 @@ class StateStore(Protocol):
         """Members that were there at `since_s` or later, sorted."""
         ...
 
-    def publish(self, channel: str, message: bytes) -> None:
-        """Tells whoever listens at this moment; nobody may."""
+    def publish(self, channel: str, message: bytes) -> int:
+        """Tells whoever listens at this moment, and how many there are."""
         ...
 
     def listen(self, channels: Sequence[str], hear: Callable[[str, bytes], None], stop: threading.Event) -> None:

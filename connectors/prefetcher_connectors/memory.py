@@ -43,6 +43,21 @@ class MemoryState:
             until = float("inf") if expire_s is None else self._clock.steady_s() + expire_s
             self._values.update({key: (value, until) for key, value in items.items()})
 
+    def claim(self, items: Mapping[str, bytes], expire_s: float) -> list[bytes | None]:
+        with self._lock:
+            found = [self._get(key) for key in items]
+            until = self._clock.steady_s() + expire_s
+            free = [item for item, held in zip(items.items(), found, strict=True) if held is None]
+            self._values.update({key: (value, until) for key, value in free})
+            return found
+
+    def replace(self, key: str, before: bytes | None, after: bytes) -> bool:
+        with self._lock:
+            if self._get(key) != before:
+                return False
+            self._values[key] = (after, float("inf"))
+            return True
+
     def write_fenced(self, fence_key: str, fence: int, items: Mapping[str, bytes]) -> bool:
         with self._lock:
             if int(self._get(fence_key) or b"0") > fence:
@@ -91,12 +106,13 @@ class MemoryState:
         with self._lock:
             return sorted(member for member, at_s in self._seen.get(key, {}).items() if at_s >= since_s)
 
-    def publish(self, channel: str, message: bytes) -> None:
+    def publish(self, channel: str, message: bytes) -> int:
         with self._lock:
             hearing = list(self._hearing)
-        for channels, hear in hearing:
-            if channel in channels:
-                hear(channel, message)
+        listening = [hear for channels, hear in hearing if channel in channels]
+        for hear in listening:
+            hear(channel, message)
+        return len(listening)
 
     def listen(self, channels: Sequence[str], hear: Callable[[str, bytes], None], stop: threading.Event) -> None:
         entry = (frozenset(channels), hear)

@@ -45,6 +45,13 @@ if held > tonumber(ARGV[1]) then return 0 end
 for i = 1, #KEYS do redis.call('SET', KEYS[i], ARGV[i]) end
 return 1
 """
+#: Writes KEYS[1] = ARGV[1] where ARGV[2], or nothing where there is no such argument, is still there.
+_REPLACED = """
+local held = redis.call('GET', KEYS[1])
+if held ~= (ARGV[2] or false) then return 0 end
+redis.call('SET', KEYS[1], ARGV[1])
+return 1
+"""
 #: A lease is its holder's name, with an end.
 _LEASE = """
 local held = redis.call('GET', KEYS[1])
@@ -100,6 +107,7 @@ class RedisState:
                 f"{url!r} is no address of a state server ({exc}); write redis://host:port/0"
             ) from exc
         self._fenced = self._redis.register_script(_FENCED)
+        self._replaced = self._redis.register_script(_REPLACED)
         self._lease = self._redis.register_script(_LEASE)
         self._drop = self._redis.register_script(_DROP)
         with self._answering():
@@ -130,6 +138,17 @@ class RedisState:
             for key, value in items.items():
                 pipe.set(key, value, px=None if expire_s is None else max(1, round(expire_s * 1000)))
             pipe.execute()
+
+    def claim(self, items: Mapping[str, bytes], expire_s: float) -> list[bytes | None]:
+        with self._answering():
+            pipe = self._redis.pipeline(transaction=False)
+            for key, value in items.items():
+                pipe.set(key, value, nx=True, get=True, px=max(1, round(expire_s * 1000)))
+            return cast("list[bytes | None]", pipe.execute())
+
+    def replace(self, key: str, before: bytes | None, after: bytes) -> bool:
+        with self._answering():
+            return bool(self._replaced(keys=[key], args=[after] if before is None else [after, before]))
 
     def write_fenced(self, fence_key: str, fence: int, items: Mapping[str, bytes]) -> bool:
         with self._answering():
@@ -173,9 +192,9 @@ class RedisState:
         with self._answering():
             return sorted(name.decode() for name in cast("list[bytes]", self._redis.zrangebyscore(key, since_s, "+inf")))
 
-    def publish(self, channel: str, message: bytes) -> None:
+    def publish(self, channel: str, message: bytes) -> int:
         with self._answering():
-            self._redis.publish(channel, message)
+            return int(self._redis.publish(channel, message))
 
     def listen(self, channels: Sequence[str], hear: Callable[[str, bytes], None], stop: threading.Event) -> None:
         with contextlib.suppress(redis.RedisError), cast("Any", self._redis).pubsub(ignore_subscribe_messages=True) as heard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -14,6 +15,7 @@ from prefetcher.errors import ModelNotFoundError, PrefetcherError, UnavailableEr
 __all__ = ["act", "get", "post"]
 
 _TIMEOUT_S = 15.0
+_KEY_VARIABLE = "PREFETCHER_KEY"
 
 
 def get(url: str, path: str) -> Any:
@@ -25,7 +27,7 @@ def post(url: str, path: str) -> Any:
     """The answer of a POST without a body. `path` is quoted already.
 
     Raises:
-        UsageError: the address is none.
+        UsageError: the address is none, or asks for a key.
         UnavailableError: nobody answers there, or not now.
         ModelNotFoundError: no such model there.
         PrefetcherError: refused, with the reason.
@@ -43,13 +45,16 @@ def act(url: str, act: str, model: str) -> Any:
         return post(url, f"/v1/models/{urllib.parse.quote(name, safe='')}:{act}")
     except ModelNotFoundError as exc:
         # A name that no route takes, as one with a line's end.
-        raise ModelNotFoundError(unknown if str(exc) == "Not Found" else str(exc), model=model) from exc
+        raise ModelNotFoundError(unknown if str(exc).startswith("no such address") else str(exc), model=model) from exc
 
 
 def _ask(url: str, path: str, method: str) -> Any:
     if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
         raise UsageError(f"{url!r} is no address; write http://host:port")
     request = urllib.request.Request(url.rstrip("/") + path, method=method)
+    key = os.environ.get(_KEY_VARIABLE)
+    if key:
+        request.add_header("X-Api-Key", key)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
@@ -57,6 +62,8 @@ def _ask(url: str, path: str, method: str) -> Any:
     except urllib.error.HTTPError as exc:
         with exc:
             detail = _detail(exc)
+        if exc.code == 401:
+            raise UsageError(f"{detail}; set {_KEY_VARIABLE} to a key with role operator") from exc
         if exc.code == 404:
             raise ModelNotFoundError(detail) from exc
         if exc.code == 503:

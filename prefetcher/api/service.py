@@ -1,152 +1,208 @@
-"""What the HTTP endpoint can do, without HTTP: takes requests in, acts by hand, and answers questions about nodes, orders and earnings.
+"""What the HTTP endpoint can do, without HTTP: takes requests in, and answers questions about nodes, orders and earnings.
 
-Reads what agents and controllers wrote to the state store, and never their insides; only acts by hand go to the node directly.
+Reads what agents and controllers wrote to the state store, and never their insides. Hints are `hints`, what people do is `by_hand`.
 """
 
 from __future__ import annotations
 
-import threading
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from prefetcher.api.by_hand import ByHand, NodeByHand
+from prefetcher.api.fleet import Fleet
+from prefetcher.api.hints import HintDesk
 from prefetcher.clock import Clock
+from prefetcher.config import ApiSettings
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.errors import ModelNotFoundError, UnavailableError, shortened
-from prefetcher.ports import Acted, StateStore, StreamWriter, Topic
-from prefetcher.telemetry.logs import log
+from prefetcher.ports import StateStore, StreamWriter, Topic
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import request_records
 
-__all__ = ["ACTS", "NodeByHand", "Service"]
+__all__ = ["ALL_NODES", "NodeByHand", "Service"]
 
-#: What can be done to a model by hand.
-ACTS = ("pin", "unpin", "load", "evict")
-
-
-class NodeByHand(Protocol):
-    """A node as people may handle it."""
-
-    def act(self, act: str, model: str) -> Acted:
-        """Raises ModelNotFoundError for an unknown model and UnavailableError when the node does not answer."""
-        ...
-
-    def switch(self, on: bool) -> None: ...
-
-    def check(self) -> str:
-        """'' when the node's own path answers, else what is wrong."""
-        ...
+#: What `node=` says for every node; no node can be called so.
+ALL_NODES = "*"
+_NODE_SEEN_S = 86_400.0
+_RATIOS = ("accuracy", "timeliness")
+_SETTLED_OTHERWISE = ("superseded", "cancelled", "open")
 
 
 class Service:
-    """The application as an endpoint sees it. Safe for threads.
+    """The application as an endpoint sees it. Safe for threads; `close` it.
 
-    `wake(reason)` tells the controller that something happened; `check_controller` gives '' or what is wrong with it.
+    `node` and its `own` are this process's, if it has one; `reach(node)` gives another. `wake(reason)` tells the controller that something
+    happened; `check_controller` gives '' or what is wrong with it. `quick_state` is the same store for those who can't wait (`HintDesk`).
+    `user_hash` makes of a user what may be written.
     """
 
     def __init__(
         self,
-        node: NodeName,
+        node: NodeName | None,
         writer: StreamWriter,
         state: StateStore,
-        by_hand: NodeByHand,
+        own: NodeByHand | None,
         clock: Clock,
         metrics: Metrics,
         wake: Callable[[str], None],
         check_controller: Callable[[], str],
+        *,
+        settings: ApiSettings | None = None,
+        group: str = "",
+        reach: Callable[[NodeName], NodeByHand] | None = None,
+        quick_state: StateStore | None = None,
+        user_hash: Callable[[str], str] = lambda user: user,
     ) -> None:
-        self._node = node
+        self.settings = settings or ApiSettings()
+        self.node = node
+        self.clock = clock
+        self.metrics = metrics
+        self.fleet = Fleet(quick_state or state, clock, node)
+        self.hints = HintDesk(writer, quick_state or state, self.fleet, clock, self.settings.hints_in_flight, user_hash)
+        self.by_hand = ByHand(node, group, own, reach, state, self.fleet, clock, metrics, wake)
         self._writer = writer
         self._state = state
-        self._by_hand = by_hand
-        self._clock = clock
-        self._metrics = metrics
+        self._own = own
         self._wake = wake
         self._check_controller = check_controller
-        self._pins_lock = threading.Lock()
+        self._user_hash = user_hash
 
     @property
     def now_s(self) -> float:
-        return self._clock.now_s()
+        return self.clock.now_s()
 
     @property
-    def metrics(self) -> Metrics:
-        return self._metrics
+    def user_hash(self) -> Callable[[str], str]:
+        return self._user_hash
+
+    @user_hash.setter
+    def user_hash(self, user_hash: Callable[[str], str]) -> None:
+        self._user_hash = self.hints.user_hash = user_hash
 
     def take(self, requests: Sequence[RequestSeen], source: str) -> None:
-        """Appends rows to the stream and returns once they are durable. Raises NoRoomError."""
-        self._writer.append(Topic.REQUESTS, request_records(requests))
-        self._metrics.requests.labels(source=source).inc(len(requests))
+        """Appends rows to the stream and returns once they are durable. Raises NoRoomError, UnavailableError."""
+        hashed = [row if row.user is None else dataclasses.replace(row, user=self._user_hash(row.user)) for row in requests]
+        self._writer.append(Topic.REQUESTS, request_records(hashed))
+        self.metrics.requests.labels(source=source).inc(len(requests))
         self._wake("")
 
-    def report(self) -> records.NodeReport:
-        """The node's own report. Raises UnavailableError while there is none."""
-        raw = self._state.read(records.node_key(self._node, "report"))
+    # --- nodes ---
+
+    def report(self, node: str | None = None) -> records.NodeReport:
+        """The report of `node`, else of this process's own, else of the first that reports.
+
+        Raises:
+            ModelNotFoundError: no such node.
+            UnavailableError: it does not report.
+        """
+        chosen = self._chosen(node) or next(iter(sorted(self.fleet.view().reports)), None)
+        if chosen is None:
+            raise UnavailableError("no node reports; start `prefetcher agent` on one", retry_after_s=1.0)
+        raw = self._state.read(records.node_key(chosen, "report"))
         if raw is None:
-            raise UnavailableError(f"node {self._node} has not reported for {records.REPORT_EXPIRES_S:.0f} s", retry_after_s=1.0)
+            raise UnavailableError(f"node {chosen} has not reported for {records.REPORT_EXPIRES_S:.0f} s", retry_after_s=1.0)
         return records.decode_report(raw)
 
+    def _chosen(self, node: str | None) -> NodeName | None:
+        if node is None:
+            return self.node
+        if node != self.node and node not in self._nodes():
+            raise ModelNotFoundError(f"no node is called {shortened(repr(node))}; those that report are in /v1/status")
+        return NodeName(node)
+
+    def _nodes(self) -> list[NodeName]:
+        """All that reported within a day."""
+        seen = {NodeName(name) for name in self._state.members(records.NODES, self.now_s - _NODE_SEEN_S)}
+        return sorted(seen | ({self.node} if self.node is not None else set()))
+
     def switched_on(self) -> bool:
-        raw = self._state.read(records.SWITCH)
-        return raw is None or msgspec.json.decode(raw, type=records.Switch).on
+        """Whether prefetching is not off for this process's own node."""
+        return self.by_hand.mode() != "off"
 
-    def totals(self) -> dict[str, Any]:
-        """What the node's ledger adds up to (`docs/http.md` names the fields); empty before it was written first."""
-        raw = self._state.read(records.node_key(self._node, "totals"))
-        return {} if raw is None else msgspec.json.decode(raw, type=dict[str, Any])
+    def totals(self, node: str | None = None) -> dict[str, Any]:
+        """What a node's ledger adds up to (`docs/http.md` names the fields), empty before it was written first. Of all nodes: `nodes`, each
+        by its name, and `sum`. Which node: as `orders`."""
+        if node == ALL_NODES or (node is None and self.node is None):
+            nodes = self._nodes()
+            raw = self._state.read_many([records.node_key(name, "totals") for name in nodes])
+            written = {name: item for name, item in zip(nodes, raw, strict=True) if item is not None}
+            found = {name: msgspec.json.decode(item, type=dict[str, Any]) for name, item in written.items()}
+            return {"nodes": found, "sum": _sum(list(found.values()))}
+        chosen = self._chosen(node)
+        assert chosen is not None
+        one = self._state.read(records.node_key(chosen, "totals"))
+        return {} if one is None else msgspec.json.decode(one, type=dict[str, Any])
 
-    def decides(self) -> dict[str, Any]:
+    def decides(self, node: str) -> dict[str, Any]:
         """`records.Decides` of the node: the expert that decides and what each would have cost; empty before the first plan."""
-        raw = self._state.read(records.node_key(self._node, "decides"))
+        raw = self._state.read(records.node_key(NodeName(node), "decides"))
         return {} if raw is None else msgspec.json.decode(raw, type=dict[str, Any])
 
-    def orders(self, count: int, model: str | None = None) -> list[records.OrderRecord]:
-        """The last `count` orders, newest first; each as it stands."""
-        raw = self._state.tail(records.node_key(self._node, "orders"), records.ORDERS_KEPT if model else 4 * count)
+    def orders(self, count: int, model: str | None = None, node: str | None = None) -> list[records.OrderRecord]:
+        """The last `count` orders, newest first; each as it stands. Of `node`, else of this process's own, else (or with `*`) of all.
+
+        Raises:
+            ModelNotFoundError: no such node.
+        """
+        if node == ALL_NODES or (node is None and self.node is None):
+            nodes = self._nodes()
+        else:
+            chosen = self._chosen(node)
+            nodes = [] if chosen is None else [chosen]
+        found = [order for name in nodes for order in self._orders_of(name, count, model)]
+        if len(nodes) > 1:
+            found.sort(key=lambda order: order.issued_s, reverse=True)
+        return found[:count]
+
+    def _orders_of(self, node: NodeName, count: int, model: str | None) -> list[records.OrderRecord]:
+        raw = self._state.tail(records.node_key(node, "orders"), records.ORDERS_KEPT if model else 4 * count)
         latest: dict[str, records.OrderRecord] = {}
         for item in raw:
             order = msgspec.json.decode(item, type=records.OrderRecord)
             latest.pop(order.decision_id, None)
             latest[order.decision_id] = order
-        found = [order for order in reversed(latest.values()) if model is None or order.model == model]
-        return found[:count]
+        return [order for order in reversed(latest.values()) if model is None or order.model == model][:count]
 
-    def act(self, act: str, model: str) -> Acted:
-        """Does `act` to a model by hand. A pin holds across restarts and on every node."""
-        report = self.report()
-        if model not in {k.model for k in report.known}:
-            why = next((problem for problem in report.problems if problem.startswith(f"{model}: ")), "")
-            if why:
-                raise ModelNotFoundError(f"{why}; put it right and run `prefetcher manifest` on its folder", model=model)
-            raise ModelNotFoundError(
-                f"no model is called {shortened(repr(model))} on node {self._node}; `prefetcher status` lists them", model=model
-            )
-        acted = self._by_hand.act(act, model)
-        if acted.ok and act in ("pin", "unpin"):
-            with self._pins_lock:
-                raw = self._state.read(records.PINS)
-                pins = set(msgspec.json.decode(raw, type=list[str])) if raw else set()
-                pins = pins | {model} if act == "pin" else pins - {model}
-                self._state.write({records.PINS: records.encode(sorted(pins))})
-        log().info("acted_by_hand", act=act, model=model, ok=acted.ok, reason=acted.reason)
-        self._wake(act)
-        return acted
-
-    def switch(self, on: bool, by: str) -> None:
-        """Prefetching on or off, at once, on every node."""
-        self._state.write({records.SWITCH: records.encode(records.Switch(on=on, since_s=self.now_s, by=by))})
-        self._by_hand.switch(on)
-        self._metrics.prefetching.set(1.0 if on else 0.0)
-        log().info("switched", on=on, by=by)
-        self._wake("switch")
+    # --- health ---
 
     def problems(self) -> list[str]:
         """What keeps this process from doing its work; exercises the node's, the controller's, the store's and the log's real paths."""
-        found = [self._by_hand.check(), self._check_controller(), self._writer.check()]
+        found = [self._check_controller(), self._writer.check()]
+        if self._own is not None:
+            found.insert(0, self._own.check())
         try:
-            self.report()
+            if self.node is not None and self._own is not None:
+                self.report()
+            else:
+                self._state.read(records.SWITCH)
         except UnavailableError as exc:
             found.append(str(exc))
         return [problem for problem in found if problem]
+
+    def close(self) -> None:
+        """Waits for hints that are being written."""
+        self.hints.close()
+
+
+def _sum(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Field by field; shares are those of the sums."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        values = [part[name] for part in parts if part.get(name) is not None]
+        if name in _RATIOS:
+            continue
+        if values and isinstance(values[0], dict):
+            found[name] = _sum(values)
+        else:
+            found[name] = sum(values) if values else None
+    if any("accuracy" in part for part in parts):
+        outcomes = found.get("outcomes") or {}
+        used = outcomes.get("timely", 0) + outcomes.get("late", 0)
+        judged = sum(count for outcome, count in outcomes.items() if outcome not in _SETTLED_OTHERWISE)
+        found["accuracy"] = used / judged if judged else None
+        found["timeliness"] = outcomes.get("timely", 0) / used if used else None
+    return found

@@ -9,8 +9,12 @@
 | `prefetcher:{controller}:shadows` | every node's shadow caches at the same positions, as safetensors | controller | never |
 | `prefetcher:{controller}:hints` | open hints and the record of every source at the same positions (`core.hints`) | controller | never |
 | `prefetcher:{nodes}:seen` | sorted set: node name, when it reported last | agent | never; read for a day |
-| `prefetcher:{controller}:switch` | `Switch`: prefetching on or off | endpoint | never |
-| `prefetcher:{controller}:pins` | JSON list of model names that are pinned on every node | endpoint | never |
+| `prefetcher:{controller}:forecasts` | `Forecasts`: how likely each model is used soon | controller | after two ticks |
+| `prefetcher:{controller}:switch` | `Switch` of all nodes: prefetching on, observed or off | endpoint | never |
+| `prefetcher:{group/G}:switch`, `prefetcher:{node/N}:switch` | the same of a group and of a node; the strictest counts | endpoint | never |
+| `prefetcher:{controller}:pins` | JSON object: model name to `Pin`, on every node; of old a list of names | endpoint | a pin at its end |
+| `prefetcher:{controller}:by-hand` | list of `ByHand`, acts and switches by people; the last `BY_HAND_KEPT` | endpoint | by count |
+| `prefetcher:{claim/D}` | what became of hints (`api.hints`); D: digest of their key or id, and of who sent them | endpoint | after 10 min |
 | `prefetcher:{node/N}:fence` | fence of the plan below | controller | never |
 | `prefetcher:{node/N}:plan` | `core.types.Plan` of node N | controller | never |
 | `prefetcher:{node/N}:decides` | `Decides`: the expert that decides on node N, and what each would have cost | controller | never |
@@ -20,32 +24,48 @@
 | `prefetcher:{node/N}:ledger` | `agent.kept.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
 | `prefetcher:{node/N}:machine` | `agent.kept.MachineState` of node N, written together with its ledger and totals | agent | never |
 
+Channels (what is said there is heard at once or not at all; whoever misses it looks by itself within seconds):
+
+| channel | what | who speaks | who listens |
+| --- | --- | --- | --- |
+| `prefetcher:{controller}:calls` | a reason to plan | endpoint | controller that leads |
+| `prefetcher:{node/N}:calls` | `Call` to node N: there is a plan, rows, an act by hand, the switch | controller, endpoint | agent of N |
+
 The braces are hash tags: keys that are written together lie in one slot of a cluster. Records are JSON but for `learned` and `shadows`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from prefetcher.core.types import NodeName, Plan
+from prefetcher.core.types import NodeName, Plan, RequestSeen
 
 __all__ = [
+    "BY_HAND_KEPT",
     "ORDERS_KEPT",
     "REPORT_EXPIRES_S",
+    "ByHand",
+    "Call",
     "Decides",
+    "Forecasts",
     "HeldWeights",
     "KnownWeights",
     "Memory",
     "NodeReport",
     "OrderRecord",
+    "Pin",
     "Switch",
+    "decode_pins",
     "decode_plan",
     "decode_report",
     "encode",
+    "group_key",
     "pack_arrays",
+    "strictest",
     "unpack_arrays",
 ]
 
@@ -55,27 +75,79 @@ LEARNED = "prefetcher:{controller}:learned"
 SHADOWS = "prefetcher:{controller}:shadows"
 HINTS = "prefetcher:{controller}:hints"
 LEASE = "prefetcher:{controller}:lease"
+FORECASTS = "prefetcher:{controller}:forecasts"
+CALLS = "prefetcher:{controller}:calls"
 NODES = "prefetcher:{nodes}:seen"
 SWITCH = "prefetcher:{controller}:switch"
 PINS = "prefetcher:{controller}:pins"
+BY_HAND = "prefetcher:{controller}:by-hand"
 
 #: An agent reports every second; three missed reports and it counts as gone.
 REPORT_EXPIRES_S = 5.0
 #: A week of one order a minute.
 ORDERS_KEPT = 10_000
+BY_HAND_KEPT = 1_000
+
+
+def group_key(group: str, what: str) -> str:
+    """The key of `what` (switch) of a group of nodes."""
+    return f"prefetcher:{{group/{group}}}:{what}"
 
 
 def node_key(node: NodeName, what: str) -> str:
-    """The key of `what` (plan, fence, report, totals, orders, ledger, machine) of a node."""
+    """The key of `what` (plan, fence, report, totals, orders, ledger, machine, switch), or the channel `calls`, of a node."""
     return f"prefetcher:{{node/{node}}}:{what}"
 
 
 class Switch(msgspec.Struct, frozen=True):
-    """Whether prefetching is on, since when, and by whom."""
+    """Whether prefetching is on, since when, and by whom. `observe`: it is decided and recorded, and nothing is loaded. At `until_s` an
+    endpoint puts it back to on."""
 
     on: bool = True
     since_s: float = 0.0
     by: str = ""
+    observe: bool = False
+    until_s: float | None = None
+
+    @property
+    def mode(self) -> str:
+        return "off" if not self.on else "observe" if self.observe else "on"
+
+
+def strictest(raw: Iterable[bytes | None]) -> Switch:
+    """What several switches (of all nodes, of a group, of one node; None where nobody touched it) say together."""
+    found = [msgspec.json.decode(item, type=Switch) for item in raw if item is not None]
+    return max(found, key=lambda switch: ("on", "observe", "off").index(switch.mode), default=Switch())
+
+
+class Pin(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model that people keep in memory: by whom, since when, and until when, None for no end."""
+
+    by: str = ""
+    at_s: float = 0.0
+    until_s: float | None = None
+
+
+_pins = msgspec.json.Decoder(dict[str, Pin] | list[str])
+
+
+def decode_pins(raw: bytes | None) -> dict[str, Pin]:
+    """Pins by model name; those of older versions have no end. Raises ValueError for something else."""
+    found = {} if raw is None else _pins.decode(raw)
+    return found if isinstance(found, dict) else {name: Pin() for name in found}
+
+
+class ByHand(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What somebody did by hand. `node` and `group` are '' where it was for all; `by`: the name of a key, or where it came from."""
+
+    act: str
+    at_s: float
+    by: str
+    model: str = ""
+    node: str = ""
+    group: str = ""
+    until_s: float | None = None
+    reason: str = ""
 
 
 class Decides(msgspec.Struct, frozen=True):
@@ -89,6 +161,27 @@ class Decides(msgspec.Struct, frozen=True):
     at_s: float
     costs_s: dict[str, float]
     shadow_wait_s: float
+
+
+class Forecasts(msgspec.Struct, frozen=True):
+    """As of `at_s`, and not to be used after `until_s`: P(used within 2, 10 and 60 min) by model, for every model ever used."""
+
+    at_s: float
+    until_s: float
+    models: dict[str, tuple[float, float, float]]
+
+
+class Call(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is said to a node. `kind`: `plan` (a new one was written), `switch` (look at the switch), `rows` (`rows` were asked for, with
+    `index` as the agent takes it), or `act` (do `act` to `model` and write the answer, an `Acted`, under `answer_key`).
+    """
+
+    kind: str
+    rows: tuple[RequestSeen, ...] = ()
+    index: dict[str, float] = {}
+    act: str = ""
+    model: str = ""
+    answer_key: str = ""
 
 
 class KnownWeights(msgspec.Struct, frozen=True):

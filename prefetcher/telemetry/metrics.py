@@ -61,6 +61,7 @@ class Metrics:
             registry=registry,
         )
         self.hints = Counter("prefetcher_hints_total", "Hints that a controller took in, by what they were.", ["result"], registry=registry)
+        self.hint_posts = Counter("prefetcher_hint_posts_total", "Posts of hints, by what became of them.", ["result"], registry=registry)
         self.fallbacks = Counter(
             "prefetcher_predictor_fallbacks_total",
             "Forecasts that a predictor could not make.",

@@ -1,0 +1,248 @@
+"""What people do by hand: pin, load and evict models, switch nodes off, on or to observing, for a time or for good; and who did it.
+
+Pins and switches are records in the state store, so that they outlive every process; an end that comes while no endpoint runs is made up
+for by the next one. Covers no decision: nodes and controllers read the records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from prefetcher.api.fleet import Fleet
+from prefetcher.clock import Clock
+from prefetcher.controller import records
+from prefetcher.core.types import NodeName
+from prefetcher.errors import ModelNotFoundError, TemporaryError, UnavailableError, UsageError, shortened
+from prefetcher.ports import Acted, StateStore
+from prefetcher.telemetry.logs import log
+from prefetcher.telemetry.metrics import Metrics
+
+__all__ = ["ACTS", "MODES", "ByHand", "Mode", "NodeByHand", "Wish"]
+
+#: What can be done to a model by hand.
+ACTS = ("pin", "unpin", "load", "evict")
+Mode = Literal["on", "observe", "off"]
+MODES: tuple[Mode, ...] = ("off", "on", "observe")
+#: Real seconds between looks at what has an end.
+_LOOK_S = 1.0
+_PINS_TRIES = 50
+_NODE_SEEN_S = 86_400.0
+
+
+class NodeByHand(Protocol):
+    """A node as people may handle it."""
+
+    def act(self, act: str, model: str) -> Acted:
+        """Raises ModelNotFoundError for an unknown model and UnavailableError when the node does not answer."""
+        ...
+
+    def switch(self, on: bool) -> None:
+        """The switch was moved; what all switches say together is in the state store."""
+        ...
+
+    def check(self) -> str:
+        """'' when the node's own path answers, else what is wrong."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Who wants it, why, until when (None: for good), and on which node or group ('': on all, or on this one where that is meant)."""
+
+    by: str
+    reason: str = ""
+    until_s: float | None = None
+    node: str = ""
+    group: str = ""
+
+
+class ByHand:
+    """Safe for threads. `reach(node)` gives a node that is not this process's own."""
+
+    def __init__(
+        self,
+        node: NodeName | None,
+        group: str,
+        own: NodeByHand | None,
+        reach: Callable[[NodeName], NodeByHand] | None,
+        state: StateStore,
+        fleet: Fleet,
+        clock: Clock,
+        metrics: Metrics,
+        wake: Callable[[str], None],
+    ) -> None:
+        self._node = node
+        self._group = group
+        self._own = own
+        self._reach = reach
+        self._state = state
+        self._fleet = fleet
+        self._clock = clock
+        self._metrics = metrics
+        self._wake = wake
+        #: The pins at the last look: what is gone since is pinned here no more, whoever took it away.
+        self._pins_seen: frozenset[str] = frozenset()
+
+    # --- acts ---
+
+    def act(self, act: str, model: str, wish: Wish, report: records.NodeReport) -> tuple[Acted, records.ByHand]:
+        """Does `act` to `model` on the node of `report`. A pin holds across restarts and on every node.
+
+        Raises:
+            ModelNotFoundError: the node knows no such model.
+            UsageError: an end for what has none, or a node that can't be reached from here.
+        """
+        if wish.until_s is not None and act != "pin":
+            raise UsageError(f"{act} takes no end: a pin and a switch may end by themselves, and what is loaded unused goes within an hour")
+        node = NodeName(report.node)
+        if model not in {k.model for k in report.known}:
+            why = next((problem for problem in report.problems if problem.startswith(f"{model}: ")), "")
+            if why:
+                raise ModelNotFoundError(f"{why}; put it right and run `prefetcher manifest` on its folder", model=model)
+            raise ModelNotFoundError(
+                f"no model is called {shortened(repr(model))} on node {node}; `prefetcher status` lists them", model=model
+            )
+        acted = self._hands(node).act(act, model)
+        done = records.ByHand(act, self._clock.now_s(), wish.by, model, node=node, until_s=wish.until_s, reason=wish.reason)
+        if acted.ok and act == "pin":
+            pin = records.Pin(wish.by, done.at_s, wish.until_s)
+            self._change_pins(lambda pins: {**pins, model: pin})
+        elif acted.ok and act == "unpin":
+            self._change_pins(lambda pins: {name: pin for name, pin in pins.items() if name != model})
+        log().info("acted_by_hand", act=act, model=model, node=node, ok=acted.ok, reason=acted.reason, by=wish.by)
+        if acted.ok:
+            self._note(done)
+        self._wake(act)
+        return acted, done
+
+    def _hands(self, node: NodeName) -> NodeByHand:
+        if node == self._node and self._own is not None:
+            return self._own
+        if self._reach is None:
+            raise UsageError(f"node {node} can't be reached from here; ask its own endpoint")
+        return self._reach(node)
+
+    def _change_pins(self, change: Callable[[dict[str, records.Pin]], dict[str, records.Pin]]) -> None:
+        """Endpoints of other processes may change them at the same moment."""
+        for _ in range(_PINS_TRIES):
+            raw = self._state.read(records.PINS)
+            before = records.decode_pins(raw)
+            after = dict(sorted(change(before).items()))
+            if after == before or self._state.replace(records.PINS, raw, records.encode(after)):
+                return
+        raise UnavailableError("other endpoints keep changing the pins; ask again")
+
+    def _note(self, done: records.ByHand) -> None:
+        try:
+            self._state.append(records.BY_HAND, [records.encode(done)], records.BY_HAND_KEPT)
+        except UnavailableError as exc:
+            # It is done; saying that it is not would be worse than a gap in the list.
+            log().warning("act_not_recorded", act=done.act, model=done.model, by=done.by, reason=str(exc))
+
+    def done(self, count: int) -> list[records.ByHand]:
+        """The last acts and switches, newest first."""
+        return [msgspec.json.decode(raw, type=records.ByHand) for raw in reversed(self._state.tail(records.BY_HAND, count))]
+
+    # --- the switch ---
+
+    def mode(self, node: NodeName | None = None) -> Mode:
+        """What the switches that concern a node say together, this process's own where none is named: the strictest counts."""
+        return self._mode(self._switches_of(node or self._node))
+
+    def _mode(self, keys: list[str]) -> Mode:
+        found = records.strictest(self._state.read_many(keys))
+        return "off" if not found.on else "observe" if found.observe else "on"
+
+    def _switches_of(self, node: NodeName | None) -> list[str]:
+        keys = [records.SWITCH]
+        if node is not None:
+            keys.append(records.node_key(node, "switch"))
+        if self._group and node == self._node:
+            keys.append(records.group_key(self._group, "switch"))
+        return keys
+
+    def switch(self, mode: Mode, wish: Wish) -> records.ByHand:
+        """Moves the switch of a node, of a group, or of all; nodes look at once.
+
+        Raises:
+            UsageError: a node and a group.
+            ModelNotFoundError: no such node.
+            UnavailableError: the store is away, and no switch was moved.
+        """
+        if wish.node and wish.group:
+            raise UsageError("name a node or a group, not both")
+        now_s = self._clock.now_s()
+        key = records.SWITCH
+        if wish.node:
+            key = records.node_key(NodeName(wish.node), "switch")
+            if wish.node != self._node and wish.node not in self._state.members(records.NODES, now_s - _NODE_SEEN_S):
+                raise ModelNotFoundError(f"no node is called {shortened(repr(wish.node))}; those that report are in /v1/status")
+        elif wish.group:
+            key = records.group_key(wish.group, "switch")
+        said = records.Switch(on=mode != "off", observe=mode == "observe", since_s=now_s, by=wish.by, until_s=wish.until_s)
+        self._state.write({key: records.encode(said)})
+        done = records.ByHand(mode, now_s, wish.by, node=wish.node, group=wish.group, until_s=wish.until_s, reason=wish.reason)
+        self._tell(wish)
+        self._note(done)
+        log().info("switched_by_hand", mode=mode, node=wish.node, group=wish.group, by=wish.by, until_s=wish.until_s)
+        return done
+
+    def _tell(self, wish: Wish) -> None:
+        """Nodes look at their switches: this process's own, and those elsewhere that it may concern."""
+        if self._own is not None:
+            mode = self.mode()
+            self._own.switch(mode != "off")
+            self._metrics.prefetching.set(1.0 if mode == "on" else 0.0)
+        if self._reach is not None:
+            with contextlib.suppress(TemporaryError):
+                others = [NodeName(wish.node)] if wish.node else list(self._fleet.view().reports)
+                for node in others:
+                    if node != self._node:
+                        self._reach(node).switch(True)
+        self._wake("switch")
+
+    # --- what ends by itself ---
+
+    def run(self, stop: threading.Event) -> None:
+        """Looks once a second until `stop`. A store that is away is waited out."""
+        while not self._clock.wait(stop, _LOOK_S * self._clock.speed):
+            with contextlib.suppress(TemporaryError):
+                self.look_after()
+
+    def look_after(self) -> None:
+        """Ends pins and switches whose time is up, and unpins here what somebody unpinned elsewhere. Raises UnavailableError."""
+        now_s = self._clock.now_s()
+        keys = [records.SWITCH, *(records.node_key(node, "switch") for node in self._nodes())]
+        if self._group:
+            keys.append(records.group_key(self._group, "switch"))
+        raw_pins, *switches = self._state.read_many([records.PINS, *keys])
+        pins = records.decode_pins(raw_pins)
+        over = {name: pin for name, pin in pins.items() if pin.until_s is not None and pin.until_s <= now_s}
+        if over:
+            self._change_pins(lambda found: {name: pin for name, pin in found.items() if over.get(name) != pin})
+            log().info("pins_ended", models=sorted(over))
+        standing = frozenset(pins) - frozenset(over)
+        if self._own is not None:
+            for model in sorted(self._pins_seen - standing | frozenset(over)):
+                with contextlib.suppress(ModelNotFoundError):
+                    self._own.act("unpin", model)
+        if over or self._pins_seen - standing:
+            self._wake("unpin")
+        self._pins_seen = standing
+        for key, raw in zip(keys, switches, strict=True):
+            said = None if raw is None else msgspec.json.decode(raw, type=records.Switch)
+            if said is not None and said.until_s is not None and said.until_s <= now_s:
+                ended = records.Switch(since_s=said.until_s, by=f"{said.by}, at its end")
+                if self._state.replace(key, raw, records.encode(ended)):
+                    log().info("switch_ended", key=key, by=said.by)
+                self._tell(Wish(said.by))
+
+    def _nodes(self) -> list[NodeName]:
+        found = set(self._fleet.view().reports)
+        return sorted(found | ({self._node} if self._node is not None else set()))

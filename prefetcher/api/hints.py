@@ -1,0 +1,320 @@
+"""Hints on their way into the stream: durable before they are answered, once for each idempotency key, with what is expected of the model.
+
+A key is claimed in the state store, so that of many posts at the same moment, also to several processes, one writes and the others give its
+answer; while the store is away, a process remembers by itself. A hint that is written twice all the same has the same id, which whoever
+plans counts once. Posts wait in threads of their own and not for longer than `ANSWER_S`. Covers no HTTP, no keys and no rates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from prefetcher.api.fleet import Fleet, View
+from prefetcher.api.messages import HintRecord
+from prefetcher.clock import Clock
+from prefetcher.errors import NoRoomError, TemporaryError, UnavailableError
+from prefetcher.ports import StateStore, StreamWriter, Topic
+from prefetcher.wire import HintMessage, encode
+
+__all__ = ["ANSWER_S", "REMEMBERED_S", "HintDesk", "Hinted", "OtherBodyError", "UnknownModelsError"]
+
+#: Real seconds. An answer comes within a second; the rest is the way there and back.
+ANSWER_S = 0.9
+#: How long a key is remembered; and how long its claim stands while its hints are being written, somewhat longer than that may take.
+REMEMBERED_S = 600.0
+_CLAIM_S = 2.0
+#: The least that an append gets, whatever time was lost before it.
+_LEAST_APPEND_S = 0.2
+_AWAY_S = 1.0
+_LOOK_S = 0.02
+_THREADS = 16
+#: Answers that a process remembers: at a hundred posts a second, more than ten minutes.
+_MOST_REMEMBERED = 100_000
+#: From this probability on an absent model is expected to be brought.
+_LIKELY = 0.5
+
+
+class OtherBodyError(Exception):
+    """An idempotency key came again with another body."""
+
+
+class UnknownModelsError(Exception):
+    """Nodes report, and none of them knows these models."""
+
+    def __init__(self, models: frozenset[str]) -> None:
+        super().__init__(f"{len(models)} models that no node knows")
+        self.models = models
+
+
+class Hinted(msgspec.Struct, frozen=True):
+    """The answer to one hint; `messages.HintAnswer` is its schema."""
+
+    id: str
+    model: str
+    state: str
+    probability: float | None
+
+
+class _Kept(msgspec.Struct):
+    """What is under a claim: the digest of the body, and, once the hints are durable, the answers."""
+
+    body: str
+    answers: list[Hinted] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Hints that are written and answered together; `key` '' is never repeated."""
+
+    key: str
+    body: str
+    messages: tuple[HintMessage, ...]
+    ids: tuple[str, ...]
+
+
+_kept = msgspec.json.Decoder(_Kept)
+
+
+class HintDesk:
+    """Takes hints. Safe for threads and for several event loops; `close` it when no post comes any more.
+
+    `state` should answer or fail within some 0.3 s: a post asks it up to twice. `user_hash` makes of a user what may be written.
+    """
+
+    def __init__(
+        self,
+        writer: StreamWriter,
+        state: StateStore,
+        fleet: Fleet,
+        clock: Clock,
+        most_in_flight: int = 256,
+        user_hash: Callable[[str], str] = lambda user: user,
+    ) -> None:
+        self._writer = writer
+        self._state = state
+        self._fleet = fleet
+        self._clock = clock
+        self._most = most_in_flight
+        self.user_hash = user_hash
+        self._threads = ThreadPoolExecutor(_THREADS, "hints")
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._flights: dict[str, Future[_Kept]] = {}
+        self._remembered: OrderedDict[str, tuple[float, _Kept]] = OrderedDict()
+        self._away_until_s = float("-inf")
+
+    async def take(self, hints: Sequence[HintRecord], source: str | None, key: str | None, body: bytes) -> list[Hinted]:
+        """One answer for each hint, in their order, once all are durable. `source` names the key that sent them, `key` is the post's.
+
+        Raises:
+            OtherBodyError: `key` came before, with another body.
+            UnknownModelsError: models that no node knows; nothing was taken in.
+            NoRoomError: too many posts wait, or the log takes nothing.
+            UnavailableError: they were not durable in time; sent again with the same key or ids they count once.
+        """
+        units = self._units(hints, source, key, body)
+        deadline_s = self._real_s() + ANSWER_S
+        futures = [asyncio.wrap_future(future) for future in self._submit(units, deadline_s)]
+        for future in futures:
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        _, late = await asyncio.wait(futures, timeout=ANSWER_S)
+        if late:
+            raise UnavailableError("the hints were not written in time; send them again, with the same key or ids they count once")
+        found = [future.result() for future in futures]
+        if key is not None and found[0].body != units[0].body:
+            raise OtherBodyError
+        return [answer for kept in found for answer in kept.answers or ()]
+
+    def _units(self, hints: Sequence[HintRecord], source: str | None, key: str | None, body: bytes) -> list[_Unit]:
+        digest = _digest(body.decode("utf-8", "replace"))
+        who = source or ""
+        if key is not None:
+            ids = tuple(hint.hint_id or _digest(who, key, str(number)) for number, hint in enumerate(hints))
+            return [_Unit(_digest("key", who, key), digest, self._messages(hints, source, ids), ids)]
+        found = []
+        for hint in hints:
+            one = (hint.hint_id or uuid.uuid4().hex,)
+            found.append(_Unit(_digest("id", who, hint.hint_id) if hint.hint_id else "", "", self._messages([hint], source, one), one))
+        return found
+
+    def _messages(self, hints: Sequence[HintRecord], source: str | None, ids: Sequence[str]) -> tuple[HintMessage, ...]:
+        now_s = self._clock.now_s()
+        return tuple(
+            HintMessage(
+                # Ids are of one name space for whoever plans, and every key's owner makes his own.
+                hint_id=given if source is None else f"{source}/{given}",
+                ts=now_s,
+                model=hint.model,
+                source=hint.source if source is None else source,
+                session=hint.session,
+                user=None if hint.user is None else self.user_hash(hint.user),
+                in_s=hint.in_s,
+                ttl_s=hint.ttl_s,
+            )
+            for hint, given in zip(hints, ids, strict=True)
+        )
+
+    def _submit(self, units: Sequence[_Unit], deadline_s: float) -> list[Future[_Kept]]:
+        """A future for each unit: of its own, or that of whoever writes or wrote the same."""
+        futures: list[Future[_Kept]] = []
+        mine: list[tuple[_Unit, Future[_Kept]]] = []
+        with self._lock:
+            for unit in units:
+                future = self._flights.get(unit.key) or self._answered(unit.key)
+                if future is None:
+                    future = Future()
+                    future.set_running_or_notify_cancel()  # from here on nobody who waits can cancel it for the others
+                    mine.append((unit, future))
+                    if unit.key:
+                        self._flights[unit.key] = future
+                futures.append(future)
+            if mine and self._in_flight >= self._most:
+                self._forget(mine)
+                raise NoRoomError(f"{self._in_flight} posts of hints wait for the log already; send them again in a moment")
+            self._in_flight += bool(mine)
+        if mine:
+            self._threads.submit(self._work, mine, deadline_s)
+        return futures
+
+    def _answered(self, key: str) -> Future[_Kept] | None:
+        remembered = self._remembered.get(key)
+        if remembered is None or remembered[0] <= self._real_s():
+            return None
+        future: Future[_Kept] = Future()
+        future.set_result(remembered[1])
+        return future
+
+    def _forget(self, mine: Sequence[tuple[_Unit, Future[_Kept]]]) -> None:
+        for unit, _ in mine:
+            self._flights.pop(unit.key, None)
+
+    def _work(self, mine: Sequence[tuple[_Unit, Future[_Kept]]], deadline_s: float) -> None:
+        results: dict[int, _Kept] = {}
+        error: Exception = UnavailableError("the hints were not written in time; send them again")
+        try:
+            results = self._settle([unit for unit, _ in mine], deadline_s)
+        except Exception as exc:  # noqa: BLE001 - whoever waits gets it
+            error = exc
+        with self._lock:
+            self._in_flight -= 1
+            for number, (unit, _) in enumerate(mine):
+                if number in results and unit.key:
+                    self._remembered[unit.key] = (self._real_s() + REMEMBERED_S, results[number])
+            while len(self._remembered) > _MOST_REMEMBERED:
+                self._remembered.popitem(last=False)
+            self._forget(mine)
+        for number, (_, future) in enumerate(mine):
+            if number in results:
+                future.set_result(results[number])
+            else:
+                future.set_exception(error)
+
+    def _settle(self, units: Sequence[_Unit], deadline_s: float) -> dict[int, _Kept]:
+        """Writes what nobody wrote, and waits for what others write just now. By the unit's number."""
+        results: dict[int, _Kept] = {}
+        left = dict(enumerate(units))
+        never = threading.Event()
+        while left:
+            theirs = self._claim(left)
+            for number, kept in theirs.items():
+                if kept.answers is not None:
+                    results[number] = kept
+                    del left[number]
+            ours = {number: unit for number, unit in left.items() if number not in theirs}
+            if ours:
+                results |= self._write(ours, deadline_s)
+                left = {number: unit for number, unit in left.items() if number not in ours}
+            if left:
+                if self._real_s() >= deadline_s:
+                    raise UnavailableError("the same hints are being written by another process; send them again")
+                self._clock.wait(never, _LOOK_S * self._clock.speed)
+        return results
+
+    def _claim(self, units: dict[int, _Unit]) -> dict[int, _Kept]:
+        """What others have under the keys of `units`; where they have nothing, the claim is ours."""
+        keyed = {number: unit for number, unit in units.items() if unit.key}
+        if not keyed or self._real_s() < self._away_until_s:
+            return {}
+        items = {_record_key(unit.key): msgspec.json.encode(_Kept(unit.body)) for unit in keyed.values()}
+        try:
+            found = dict(zip(items, self._state.claim(items, _CLAIM_S), strict=True))
+        except UnavailableError:
+            self._away_until_s = self._real_s() + _AWAY_S
+            return {}
+        theirs = {number: found[_record_key(unit.key)] for number, unit in keyed.items()}
+        return {number: _kept.decode(raw) for number, raw in theirs.items() if raw is not None}
+
+    def _write(self, units: dict[int, _Unit], deadline_s: float) -> dict[int, _Kept]:
+        view = self._view()
+        messages = [message for unit in units.values() for message in unit.messages]
+        claims = [_record_key(unit.key) for unit in units.values() if unit.key]
+        unknown = frozenset({message.model for message in messages} - view.models) if view is not None and view.reports else frozenset()
+        if unknown:
+            self._tell(lambda: self._state.delete(claims), claims)
+            raise UnknownModelsError(unknown)
+        timeout_s = max(_LEAST_APPEND_S, deadline_s - self._real_s())
+        try:
+            self._writer.append(Topic.HINTS, [(message.model, encode(message)) for message in messages], timeout_s=timeout_s)
+        except TemporaryError as exc:
+            # Nothing, or perhaps something, was written: the next try writes the same ids.
+            self._tell(lambda: self._state.delete(claims), claims)
+            if isinstance(exc, NoRoomError):
+                raise
+            raise UnavailableError(f"the hints were not written in time ({exc}); send them again", retry_after_s=exc.retry_after_s) from exc
+        results = {}
+        for number, unit in units.items():
+            results[number] = _Kept(unit.body, [self._answer(m, i, view) for m, i in zip(unit.messages, unit.ids, strict=True)])
+        done = {_record_key(units[number].key): msgspec.json.encode(kept) for number, kept in results.items() if units[number].key}
+        self._tell(lambda: self._state.write(done, REMEMBERED_S), done)
+        return results
+
+    def _tell(self, say: Callable[[], None], keys: object) -> None:
+        if not keys or self._real_s() < self._away_until_s:
+            return
+        try:
+            say()
+        except UnavailableError:
+            self._away_until_s = self._real_s() + _AWAY_S
+
+    def _view(self) -> View | None:
+        if self._real_s() < self._away_until_s:
+            return self._fleet.fresh()
+        try:
+            return self._fleet.view()
+        except UnavailableError:
+            self._away_until_s = self._real_s() + _AWAY_S
+            return None
+
+    def _answer(self, message: HintMessage, given: str, view: View | None) -> Hinted:
+        chance = None if view is None else view.probability(message.model, message.in_s + message.ttl_s, self._clock.now_s())
+        if view is not None and message.model in view.ready:
+            state = "resident"
+        elif view is not None and message.model in view.moving:
+            state = "moving"
+        else:
+            state = "likely" if chance is not None and chance >= _LIKELY else "unlikely"
+        return Hinted(id=given, model=message.model, state=state, probability=chance)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _real_s(self) -> float:
+        return self._clock.steady_s() / self._clock.speed
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=16).hexdigest()
+
+
+def _record_key(key: str) -> str:
+    return f"prefetcher:{{claim/{key}}}"
