@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ingest_kit import START_S, Broker, assert_exact
 
+import prefetcher
 from prefetcher.clock import VirtualClock
 from prefetcher.ingest.history import read_hours
 from prefetcher.ingest.ingest import Ingest, IngestOptions
@@ -362,3 +363,15 @@ def test_users_and_models_are_bounded(client: redis.Redis) -> None:
     assert [bool(reader.recent(f"u{u}")) for u in range(50)] == [False] * 40 + [True] * 10
     assert max(len(reader.recent(f"u{u}")) for u in range(50)) <= 8
     assert node.told("ingest_records_total", result="unlisted") == TablesReader(client).positions()[0]["unlisted"] > 0
+
+
+def test_every_key_is_in_the_reference(client: redis.Redis) -> None:
+    page = (Path(prefetcher.__file__).parent / "docs" / "tables.md").read_text()
+    broker = Broker()
+    broker.add(RequestMessage(START_S, "a", user="ann"))
+    Node(broker, client).run()
+    minute = int(START_S // 60)
+    shown = {name.decode().replace("requests/0", "requests/P").replace(f"minute/{minute}", "minute/M") for name in client.scan_iter()}
+    assert len(shown) == 7
+    assert sorted(name for name in shown if f"`{name}`" not in page) == []
+    assert sorted(name.decode() for name in client.hgetall(key(0, "position")) if f"`{name.decode()}`" not in page) == []
