@@ -183,7 +183,7 @@ class Agent:
         """Takes over what the last agent of this node wrote, then what is there now: memory, weights, the switch, pins."""
         switch, pins = self._state.read_many([records.SWITCH, records.PINS])
         on = switch is None or msgspec.json.decode(switch, type=records.Switch).on
-        pinned = {ModelName(model) for model in msgspec.json.decode(pins, type=list[str])} if pins else set()
+        pinned = {ModelName(model) for model in records.decode_pins(pins)}
         self._kept.restore(self._state)
         self._machine.links.price_per_byte_s = price_per_byte_s(self._options.price_s_per_gb_h)
         self._machine.plans.switched_off = not on

@@ -372,7 +372,7 @@ class Controller:
             return None
         report = self._reports[node] = records.decode_report(raw)
         switch = msgspec.json.decode(switch_raw, type=records.Switch) if switch_raw else records.Switch()
-        pins = msgspec.json.decode(pins_raw, type=list[str]) if pins_raw else []
+        pins = records.decode_pins(pins_raw)
         now_s = self._clock.now_s()
         past = self._past.setdefault(node, {})
         self._close_past(past, report, now_s)
