@@ -14,7 +14,7 @@
 | `prefetcher:{group/G}:switch`, `prefetcher:{node/N}:switch` | the same of a group and of a node; the strictest counts | endpoint | never |
 | `prefetcher:{controller}:pins` | JSON object: model name to `Pin`, on every node; of old a list of names | endpoint | a pin at its end |
 | `prefetcher:{controller}:by-hand` | list of `ByHand`, acts and switches by people; the last `BY_HAND_KEPT` | endpoint | by count |
-| `prefetcher:{claim/D}` | what became of hints (`api.hints`); D: digest of their key or id, and of who sent them | endpoint | after 10 min |
+| `prefetcher:{claim/D}` | what became of hints (`api.hints`); D: digest of key or id, and of who sent them | endpoint | after 10 min |
 | `prefetcher:{node/N}:fence` | fence of the plan below | controller | never |
 | `prefetcher:{node/N}:plan` | `core.types.Plan` of node N | controller | never |
 | `prefetcher:{node/N}:decides` | `Decides`: the expert that decides on node N, and what each would have cost | controller | never |
