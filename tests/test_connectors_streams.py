@@ -465,3 +465,54 @@ def test_many_sizes_of_lines_and_limits(folder: Path) -> None:
             position = lines.next_position
         assert read == sent
     log.close()
+
+
+_APPENDING = """
+import sys
+from pathlib import Path
+from prefetcher.ports import Topic
+from prefetcher_connectors.streams import FileStreams
+
+writer = FileStreams(Path(sys.argv[1]), segment_bytes=2_000).writer()
+number = 0
+while True:
+    writer.append(Topic.REQUESTS, [("a", b"%d" % i) for i in range(number, number + 3)], mark=str(number))
+    number += 3
+    print(number, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_has_lost_nothing_that_it_acknowledged(folder: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _APPENDING, str(folder)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    acknowledged = 0
+    while acknowledged < 2_000:
+        acknowledged = int(process.stdout.readline())
+    process.kill()
+    acknowledged = max([acknowledged, *(int(line) for line in process.stdout.read().splitlines())])
+    process.wait()
+    process.stdout.close()
+    streams = FileStreams(folder)
+    with Owner(streams) as owner:
+        values = owner.take(acknowledged)
+    assert values == [b"%d" % i for i in range(len(values))]
+    assert len(values) >= acknowledged
+    assert int(streams.last_mark(Topic.REQUESTS) or "") >= acknowledged - 3
+    streams.close()
+
+
+def test_a_reader_keeps_up_with_appends_over_many_segments(folder: Path) -> None:
+    streams = FileStreams(folder, segment_bytes=100, keep_segments=1)
+    writer = streams.writer()
+    threads = [threading.Thread(target=lambda: [writer.append(Topic.REQUESTS, [("a", b"x" * 30)]) for _ in range(200)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    with Owner(streams) as owner:
+        give_up = deadline()
+        while total(owner) < 800 and not give_up():
+            owner.poll(limit=7)
+            owner.reader.done(owner.positions)
+        assert total(owner) == 800
+    for thread in threads:
+        thread.join()
+    streams.close()

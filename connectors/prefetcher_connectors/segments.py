@@ -178,7 +178,8 @@ class SegmentLog:
                     raise self._full(exc) from exc
                 finally:
                     os.close(fd)
-                self._durable = max(self._durable, end)
+                with self._write_lock:  # a roll moves it, too
+                    self._durable = max(self._durable, end)
         self._problem = ""
         return mine
 
@@ -231,7 +232,8 @@ class SegmentLog:
 
     def read(self, position: int, limit: int) -> Lines:
         """Up to `limit` durable records of one segment from `position` on; from the oldest one kept if that one is not there."""
-        bases, durable = self._bases, self._durable
+        # In this order: a segment that begins before `durable` is among them.
+        durable, bases = self._durable, self._bases
         lost = int(position < bases[0])
         if position > durable:
             self._log.warning("stream_made_anew", folder=str(self._folder), asked=position, oldest=bases[0], end=durable)
