@@ -404,6 +404,7 @@ class Ingest:
                 self._history_again_s = self._clock.steady_s() + _HISTORY_RETRY_S
                 log().warning("history_not_written", reason=str(exc), then="minutes stay in Redis; free some room or fix the folder")
             except redis.RedisError as exc:
+                self._history_again_s = self._clock.steady_s() + _MOST_BACK_OFF_S
                 log().warning("history_delayed", reason=why(exc), detail=str(exc))
                 return
 
