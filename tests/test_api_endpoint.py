@@ -5,67 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from starlette.testclient import TestClient
+from api_kit import NODE, T0, Setup
 from stream_kit import FullStreams, rows_of
 
-from prefetcher.api.endpoint import make_endpoint
-from prefetcher.api.service import Service
-from prefetcher.clock import VirtualClock
 from prefetcher.controller import records
-from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport, OrderRecord
-from prefetcher.core.types import ModelName, NodeName, RequestSeen
+from prefetcher.controller.records import OrderRecord
+from prefetcher.core.types import ModelName, RequestSeen
 from prefetcher.errors import UnavailableError
 from prefetcher.ports import Acted
-from prefetcher.telemetry.metrics import Metrics
-from prefetcher_connectors.memory import MemoryState, MemoryStreams
-
-T0 = 1_767_225_600.0
-NODE = NodeName("node-0")
-
-
-class ByHand:
-    """A node that says what the test wants."""
-
-    def __init__(self) -> None:
-        self.answer = Acted(True, "loading")
-        self.problem = ""
-        self.acts: list[tuple[str, str]] = []
-        self.on = True
-
-    def act(self, act: str, model: str) -> Acted:
-        self.acts.append((act, model))
-        return self.answer
-
-    def switch(self, on: bool) -> None:
-        self.on = on
-
-    def check(self) -> str:
-        return self.problem
-
-
-class Setup:
-    def __init__(self, streams: MemoryStreams, body_limit_bytes: int = 1000) -> None:
-        self.clock, self.streams, self.node, self.metrics = VirtualClock(T0), streams, ByHand(), Metrics()
-        self.state = MemoryState(self.clock)
-        self.woken: list[str] = []
-        self.controller_problem = ""
-        service = Service(
-            NODE, self.streams.writer(), self.state, self.node, self.clock, self.metrics, self.woken.append, lambda: self.controller_problem
-        )
-        self.http = TestClient(make_endpoint(service, body_limit_bytes))
-
-    def report(self) -> None:
-        held = (HeldWeights("m0", "v", "host", "ready", 1000, cause="forecast", contributions=(("hazard", 0.8),)),)
-        known = (KnownWeights("m0", "v", 1000, 0.1), KnownWeights("org/m1", "v", 1000, 0.1))
-        found = NodeReport(NODE, T0, Memory(10_000, 1000), 3.5e9, held=held, known=known)
-        self.state.write({records.node_key(NODE, "report"): records.encode(found)}, expire_s=records.REPORT_EXPIRES_S)
+from prefetcher_connectors.memory import MemoryStreams
 
 
 @pytest.fixture
 def setup() -> Iterator[Setup]:
-    made = Setup(MemoryStreams())
+    made = Setup(MemoryStreams(), 1000)
     made.report()
-    with made.http:
+    with made:
         yield made
 
 
@@ -198,7 +153,7 @@ def test_health_names_what_is_wrong(setup: Setup) -> None:
 
 
 def test_a_silent_node_is_unavailable(setup: Setup) -> None:
-    setup.clock.advance(records.REPORT_EXPIRES_S + 1)
+    setup.virtual.advance(records.REPORT_EXPIRES_S + 1)
     for path in ("/v1/status", "/v1/residency", "/healthz"):
         answer = setup.http.get(path)
         assert answer.status_code == 503
