@@ -187,10 +187,12 @@ def _stand_in(folder: Path) -> Iterator[Broker]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            # The command starts the server as a child of its own.
+            start_new_session=True,
         )
     try:
         _wait_for(port, process, log)
         yield Broker(f"127.0.0.1:{port}", members=False)
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
