@@ -1,7 +1,7 @@
 """`prefetcher bench hint_burst`: one hint, posted many times at the same moment, on a node of its own: how many orders and loads it makes.
 
-Covers the whole product, as it is installed: `prefetcher up` with one model, posts with one idempotency key from many threads, the plan, and
-the load from disk. The clock is the machine's: this measures the machine.
+Covers the whole product, as it is installed: `prefetcher up` with one model, posts with one idempotency key from many threads, the plan
+and the load from disk. The clock is the machine's: this measures the machine.
 """
 
 from __future__ import annotations
