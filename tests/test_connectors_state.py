@@ -65,6 +65,37 @@ def test_a_stale_fence_writes_nothing(store: StateStore) -> None:
     assert store.read_many([key("a"), key("b")]) == [b"second", None]
 
 
+def test_one_of_many_claims_a_key(store: StateStore) -> None:
+    assert store.claim({key("a"): b"1", key("b"): b"1"}, 60.0) == [None, None]
+    assert store.claim({key("b"): b"2", key("n"): b"2"}, 0.05) == [b"1", None]
+    assert store.read_many([key("a"), key("b"), key("n")]) == [b"1", b"1", b"2"]
+    threading.Event().wait(0.1)
+    found: list[bytes | None] = []
+    together = threading.Barrier(8)
+
+    def claim(number: int) -> None:
+        together.wait()
+        found.extend(store.claim({key("n"): str(number).encode()}, 60.0))
+
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found.count(None) == 1
+    assert {item for item in found if item is not None} == {store.read(key("n"))}
+
+
+def test_a_value_is_replaced_only_where_it_is_the_expected_one(store: StateStore) -> None:
+    assert not store.replace(key("a"), b"0", b"1")
+    assert store.replace(key("a"), None, b"\x00")
+    assert not store.replace(key("a"), None, b"2")
+    assert not store.replace(key("a"), b"1", b"2")
+    assert store.replace(key("a"), b"\x00", b"")
+    assert store.replace(key("a"), b"", b"3")
+    assert store.read(key("a")) == b"3"
+
+
 def test_lists_keep_their_tail(store: StateStore) -> None:
     assert store.tail(key("list"), 3) == []
     store.append(key("list"), [b"1", b"2", b"3"], keep=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -24,16 +25,22 @@ _SUMMARY: dict[Mode, str] = {
     "on": "Prefetching again",
     "observe": "Decides and records, and loads nothing ahead",
 }
-_OF_QUERY = ("until_s", "for_s", "reason", "node", "group")
 
 
-async def _raw_body(request: Request) -> bytes:
-    """The body, or else what the query says, as JSON."""
-    raw = await request.body()
-    if raw.strip():
-        return raw
-    given: dict[str, Any] = {name: request.query_params[name] for name in _OF_QUERY if name in request.query_params}
-    return msgspec.json.encode(given) if given else b""
+def _wished(kind: type[WishBody]) -> Callable[[Request], Awaitable[bytes]]:
+    """A dependency: the body, or else what the query says of its fields, as JSON."""
+
+    async def raw(request: Request) -> bytes:
+        body = await request.body()
+        given = {name: request.query_params[name] for name in kind.model_fields if name in request.query_params}
+        return body if body.strip() or not given else msgspec.json.encode(given)
+
+    return raw
+
+
+# Names that FastAPI finds when it reads the annotations of routes.
+_act_body = _wished(WishBody)
+_switch_body = _wished(SwitchBody)
 
 
 def _body(kind: type[WishBody]) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def add_acts(app: FastAPI, service: Service, access: Access) -> None:
         def do(
             request: Request,
             model: str,
-            raw: Annotated[bytes, Depends(_raw_body)],
+            raw: Annotated[bytes, Depends(_act_body)],
             node: Annotated[str | None, Query(description="the node to do it on; this process's own where absent")] = None,
         ) -> Any:
             wanted = wish(request, read_object(raw, WishBody))
@@ -101,7 +108,7 @@ def add_acts(app: FastAPI, service: Service, access: Access) -> None:
             name=mode,
             openapi_extra=_body(SwitchBody),
         )
-        def switch(request: Request, raw: Annotated[bytes, Depends(_raw_body)]) -> SwitchAnswer:
+        def switch(request: Request, raw: Annotated[bytes, Depends(_switch_body)]) -> SwitchAnswer:
             wanted = wish(request, read_object(raw, SwitchBody))
             record = service.by_hand.switch(mode, wanted)
             return SwitchAnswer(prefetching=mode == "on", mode=mode, record=_entry(record))
