@@ -5,6 +5,7 @@ While the store is away what was read last is used as long as a report would sta
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -118,9 +119,15 @@ class Fleet:
             names.append(self._own)
         read_s = self._real_s()
         *raw, forecasts = self._state.read_many([*(records.node_key(name, "report") for name in names), records.FORECASTS])
+        reports = {}
+        for name, item in zip(names, raw, strict=True):
+            if item is not None:
+                # An agent of another version, whose report this one can't read, is as good as silent.
+                with contextlib.suppress(ValueError):
+                    reports[name] = records.decode_report(item)
         return View(
             read_s,
-            {name: records.decode_report(item) for name, item in zip(names, raw, strict=True) if item is not None},
+            reports,
             None if forecasts is None else msgspec.json.decode(forecasts, type=records.Forecasts),
         )
 

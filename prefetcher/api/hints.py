@@ -25,10 +25,12 @@ from prefetcher.errors import NoRoomError, TemporaryError, UnavailableError
 from prefetcher.ports import StateStore, StreamWriter, Topic
 from prefetcher.wire import HintMessage, encode
 
-__all__ = ["ANSWER_S", "REMEMBERED_S", "HintDesk", "Hinted", "OtherBodyError", "UnknownModelsError"]
+__all__ = ["ANSWER_S", "REMEMBERED_S", "STORE_S", "HintDesk", "Hinted", "OtherBodyError", "UnknownModelsError"]
 
 #: Real seconds. An answer comes within a second; the rest is the way there and back.
 ANSWER_S = 0.9
+#: How long a call of the store may take: a post calls it up to three times, and after the first that fails no more.
+STORE_S = 0.3
 #: How long a key is remembered; and how long its claim stands while its hints are being written, somewhat longer than that may take.
 REMEMBERED_S = 600.0
 _CLAIM_S = 2.0
@@ -37,7 +39,7 @@ _LEAST_APPEND_S = 0.2
 _AWAY_S = 1.0
 _LOOK_S = 0.02
 _THREADS = 16
-#: Answers that a process remembers: at a hundred posts a second, more than ten minutes.
+#: Answers that a process remembers, some 50 MB: at a hundred hints a second, more than ten minutes.
 _MOST_REMEMBERED = 100_000
 #: From this probability on an absent model is expected to be brought.
 _LIKELY = 0.5
@@ -87,7 +89,7 @@ _kept = msgspec.json.Decoder(_Kept)
 class HintDesk:
     """Takes hints. Safe for threads and for several event loops; `close` it when no post comes any more.
 
-    `state` should answer or fail within some 0.3 s: a post asks it up to twice. `user_hash` makes of a user what may be written.
+    `state` should answer or fail within `STORE_S`. `user_hash` makes of a user what may be written.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class HintDesk:
         self._in_flight = 0
         self._flights: dict[str, Future[_Kept]] = {}
         self._remembered: OrderedDict[str, tuple[float, _Kept]] = OrderedDict()
+        self._answers_remembered = 0
         self._away_until_s = float("-inf")
 
     async def take(self, hints: Sequence[HintRecord], source: str | None, key: str | None, body: bytes) -> list[Hinted]:
@@ -193,6 +196,14 @@ class HintDesk:
         future.set_result(remembered[1])
         return future
 
+    def _remember(self, key: str, kept: _Kept) -> None:
+        before = self._remembered.pop(key, None)
+        self._answers_remembered += len(kept.answers or ()) - (0 if before is None else len(before[1].answers or ()))
+        self._remembered[key] = (self._real_s() + REMEMBERED_S, kept)
+        while self._answers_remembered > _MOST_REMEMBERED:
+            _, (_, oldest) = self._remembered.popitem(last=False)
+            self._answers_remembered -= len(oldest.answers or ())
+
     def _forget(self, mine: Sequence[tuple[_Unit, Future[_Kept]]]) -> None:
         for unit, _ in mine:
             self._flights.pop(unit.key, None)
@@ -208,9 +219,7 @@ class HintDesk:
             self._in_flight -= 1
             for number, (unit, _) in enumerate(mine):
                 if number in results and unit.key:
-                    self._remembered[unit.key] = (self._real_s() + REMEMBERED_S, results[number])
-            while len(self._remembered) > _MOST_REMEMBERED:
-                self._remembered.popitem(last=False)
+                    self._remember(unit.key, results[number])
             self._forget(mine)
         for number, (_, future) in enumerate(mine):
             if number in results:
@@ -223,6 +232,9 @@ class HintDesk:
         results: dict[int, _Kept] = {}
         left = dict(enumerate(units))
         never = threading.Event()
+        if self._real_s() >= deadline_s:
+            # Whoever waited was told so already, and sends them again.
+            raise UnavailableError("too many posts of hints came before; send them again")
         while left:
             theirs = self._claim(left)
             for number, kept in theirs.items():
