@@ -1,7 +1,7 @@
 """Builds the application from its settings and runs it: the only place that makes concrete classes.
 
-`App` is `prefetcher up`: state server, request log, controller, agent and HTTP endpoint in one process, each in threads of its own. What is
-started is stopped in the opposite order, whatever happens between.
+`App` is a process with some or all roles: `prefetcher up` has them all; `ingest`, `controller`, `api`, `scheduler`, `agent` are one each.
+Roles that run apart share a state server and a broker; together they need neither. Covers no threads and no HTTP (`process`).
 """
 
 from __future__ import annotations
@@ -10,153 +10,198 @@ import contextlib
 import os
 import queue
 import shutil
-import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from prefetcher.agent.agent import Agent, AgentOptions
+from prefetcher.agent.hearing import Hearing
 from prefetcher.agent.hostfolder import check_lock
+from prefetcher.agent.telling import Telling
+from prefetcher.api.health import make_health_endpoint
+from prefetcher.api.hints import STORE_S
+from prefetcher.api.keys import Access
 from prefetcher.api.service import Service
 from prefetcher.clock import Clock, ScaledClock, SystemClock
 from prefetcher.config import Settings
+from prefetcher.controller import records
+from prefetcher.controller.calling import NodeCalls, RemoteNode
 from prefetcher.controller.controller import Controller, ControllerOptions
 from prefetcher.controller.follow import Follower
+from prefetcher.controller.foreign import mapped_requests
+from prefetcher.controller.leadership import Leadership
 from prefetcher.controller.learner import Learner, ScheduledPredictor
 from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName, RequestSeen
-from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
+from prefetcher.errors import BudgetError, SettingsError, TemporaryError
+from prefetcher.ingest.ingest import Ingest, IngestOptions
+from prefetcher.ingest.tables import connect
 from prefetcher.ports import Streams, StreamWriter, Topic
+from prefetcher.process import Process, listen
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher.wire import request_records
+from prefetcher.wire import read_request, request_records
+from prefetcher_connectors.kafka import KafkaOptions, KafkaStreams
 from prefetcher_connectors.redis import HURRIED_S, PATIENT_S, EmbeddedServer, RedisState
 from prefetcher_connectors.streams import FileStreams
 
-if TYPE_CHECKING:
-    import uvicorn
-
-__all__ = ["App"]
+__all__ = ["App", "Role"]
 
 #: A controller that has not stepped for this long hangs; a fit never runs in its thread, and planning ten thousand models takes a second.
 _CONTROLLER_STALL_S = 30.0
-_BACKLOG = 2048
+#: Between tries to listen to calls while the store is away.
+_LISTEN_AGAIN_S = 0.5
 
 
-class App:
-    """Everything of one node in one process. `start`, then `wait`, then `stop`; `stop` may be called at any point and twice."""
+class Role(StrEnum):
+    """What a process does."""
 
-    def __init__(self, settings: Settings) -> None:
+    INGEST = "ingest"
+    CONTROLLER = "controller"
+    API = "api"
+    SCHEDULER = "scheduler"
+    AGENT = "agent"
+
+
+class App(Process):
+    """One process with `roles`; all of them where none is named. `start`, then `wait`, then `stop`."""
+
+    def __init__(self, settings: Settings, roles: Sequence[Role] = tuple(Role)) -> None:
+        super().__init__("up" if len(roles) > 1 else roles[0].value)
         self._settings = settings
-        self._stop = threading.Event()
-        self._closing: list[tuple[str, Callable[[], None]]] = []
+        self._roles = frozenset(roles)
+        self._node = NodeName(settings.node.name)
+        self._folder = settings.state.dir.expanduser().absolute()
         self.clock = _clock(settings)
+        self.metrics = Metrics()
         self.address = ""
+        self._controller: Controller | None = None
+        self._leadership: Leadership | None = None
         self._compiling: threading.Thread | None = None
-        #: Why the application ended by itself, '' while it did not.
-        self.failure = ""
+        self._agent: Agent | None = None
 
     def start(self) -> None:
         """Starts every part. Raises PrefetcherError and leaves nothing, running or half-made, when one of them can't be started."""
-        folder = self._settings.state.dir.expanduser().absolute()
-        is_new = not folder.exists()
+        is_new = not self._folder.exists()
         try:
             self._start()
         except BaseException:
-            is_ours = any(name == "request log" for name, _ in self._closing)
+            is_ours = self.has("streams")
             self.stop()
             if is_new and is_ours:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(self._folder, ignore_errors=True)
             raise
 
     def _start(self) -> None:
         settings = self._settings
-        _check_machine(settings)
-        listener = _listen(settings.api.host, settings.api.port)
-        self._closing.append(("listener", listener.close))
-        folder = settings.state.dir.expanduser().absolute()
-        streams = self._open_streams(folder)
-        state, hurried_state = self._open_state(folder)
-        metrics = Metrics()
-        node = NodeName(settings.node.name)
+        if len(self._roles) == 1:
+            _check_shared(settings, self._command)
+        if Role.AGENT in self._roles:
+            _check_machine(settings)
+        access = Access.of(settings.api, self.clock) if Role.API in self._roles else None
+        listener = listen(settings.api.host, settings.api.port)
+        self.closes("listener", listener.close)
+        self._streams = self._open_streams()
+        self._state, self._hurried = self._open_state()
+        self._calls = NodeCalls(self._state)
+        if Role.AGENT in self._roles:
+            self._start_agent()
+        if Role.INGEST in self._roles:
+            self._start_ingest()
+        if Role.CONTROLLER in self._roles:
+            self._start_controller()
+        if Role.API in self._roles:
+            from prefetcher.api.endpoint import make_endpoint
 
-        agent = Agent(_agent_options(settings, folder), state, self.clock, metrics)
-        self._closing.append(("agent", agent.close))
-        agent.on_died = self._part_died
-        agent.start()
-        controller = self._start_controller(streams, state, agent, metrics)
-        service = Service(
-            node,
-            streams.writer(),
-            hurried_state,
-            agent,
-            self.clock,
-            metrics,
-            controller.wake,
-            lambda: self._check_controller(controller),
-        )
-        metrics.prefetching.set(1.0 if service.switched_on() else 0.0)
+            self.address = self.serve(make_endpoint(self._service(), settings.api.body_limit_bytes, access), listener)
+        else:
+            self.address = self.serve(make_health_endpoint(self.metrics, self._problems), listener)
         if settings.stream.follow is not None:
             follower = Follower(
                 settings.stream.follow,
-                streams,
+                self._streams,
                 self.clock,
-                metrics,
-                controller.wake,
+                self.metrics,
+                lambda reason: None,
                 settings.stream.map,
                 settings.stream.tz,
             )
-            self._run_thread("follow", follower.run)
-        self._serve(service, listener)
+            self.run_thread("follow", follower.run)
+        log().info("ready", url=self.address, roles=sorted(self._roles), node=self._node, observe=settings.decision.observe)
 
-    def _open_streams(self, folder: Path) -> Streams:
-        streams = FileStreams(folder, self._settings.stream.segment_bytes, self._settings.stream.keep_segments)
-        self._closing.append(("streams", streams.close))
+    # --- what roles share ---
+
+    def _open_streams(self) -> Streams:
+        given = self._settings.kafka
+        streams: Streams
+        if given.brokers is None:
+            streams = FileStreams(self._folder, self._settings.stream.segment_bytes, self._settings.stream.keep_segments)
+        else:
+            streams = KafkaStreams(kafka_options(self._settings))
+        self.closes("streams", streams.close)
         streams.prepare()
         return streams
 
-    def _open_state(self, folder: Path) -> tuple[RedisState, RedisState]:
+    def _open_state(self) -> tuple[RedisState, RedisState]:
         """The state store as threads of our own use it, and as those do who wait for an HTTP answer."""
-        url, why_away = self._settings.state.url, None
+        url, self._why_away = self._settings.state.url, None
         if url is None:
-            server = EmbeddedServer(folder / "state")
+            server = EmbeddedServer(self._folder / "state")
             server.start()
-            self._closing.append(("state server", server.stop))
-            url, why_away = server.url, server.why_away
-            self._run_thread("state server", lambda stop: server.keep(stop, _server_restarted, _server_not_restarted))
-        state = RedisState(url, PATIENT_S, why_away)
-        self._closing.append(("state", state.close))
-        hurried = RedisState(url, HURRIED_S, why_away)
-        self._closing.append(("state", hurried.close))
+            self.closes("state server", server.stop)
+            url, self._why_away = server.url, server.why_away
+            self.run_thread("state server", lambda stop: server.keep(stop, _server_restarted, _server_not_restarted))
+        self._state_url = url
+        state = RedisState(url, PATIENT_S, self._why_away)
+        self.closes("state", state.close)
+        hurried = RedisState(url, HURRIED_S, self._why_away)
+        self.closes("state", hurried.close)
         return state, hurried
 
-    def _start_controller(self, streams: Streams, state: RedisState, agent: Agent, metrics: Metrics) -> Controller:
-        decision = self._settings.decision
-        node = NodeName(self._settings.node.name)
-        group = ControlGroup(share=decision.control_ratio, seed=decision.seed)
-        controller = Controller(
-            streams,
-            state,
-            Learner(lambda: _predictor(decision.seed), decision.tick_s),
-            self.clock,
-            metrics,
-            ControllerOptions((node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s),
-            arm_of=group.arm,
-            on_rows=agent.requested,
-            on_plan=lambda node: agent.plan_written(),
-        )
-        controller.start()
-        agent.arm_of = lambda now_s: group.arm(node, now_s)
+    # --- agent ---
+
+    def _start_agent(self) -> None:
+        self._agent = agent = Agent(_agent_options(self._settings, self._folder), self._state, self.clock, self.metrics)
+        self.closes("agent", agent.close)
+        agent.on_died = self.part_died
+        writer = self._streams.writer()
+        agent.tell = Telling(writer, self._node, self.clock).tell
         unannounced: queue.SimpleQueue[RequestSeen] = queue.SimpleQueue()
         agent.on_unannounced = unannounced.put
-        writer = streams.writer()
-        self._run_thread("opens", lambda stop: _announce(unannounced, writer, stop))
-        agent.on_order_ended = lambda decision_id, outcome: controller.order_ended(node, decision_id, outcome)
-        self._run_thread("controller", lambda stop: self._compile_and_run(controller, stop))
-        return controller
+        group = self._control_group()
+        agent.arm_of = lambda now_s: group.arm(self._node, now_s)
+        agent.start()
+        self.run_thread("opens", lambda stop: _announce(unannounced, writer, stop))
+        self.run_thread("hearing", Hearing(self._state, self._node, agent).run)
 
-    def _compile_and_run(self, controller: Controller, stop: threading.Event) -> None:
+    def _control_group(self) -> ControlGroup:
+        """Every process draws the same: a node that runs alone is never control."""
+        decision = self._settings.decision
+        return ControlGroup(share=decision.control_ratio, seed=decision.seed, nodes=1 if self._settings.kafka.brokers is None else 2)
+
+    # --- ingest ---
+
+    def _start_ingest(self) -> None:
+        client = connect(self._state_url)
+        self.closes("tables", client.close)
+        options = IngestOptions(history=self._folder / "history", topic=self._settings.kafka.requests_topic or Topic.REQUESTS.value)
+        ingest = Ingest(self._streams, client, self.clock, self.metrics, options, self._mapping())
+        self.run_thread("ingest", ingest.run)
+
+    def _mapping(self) -> Callable[[bytes], RequestSeen] | None:
+        fields = self._settings.kafka.map
+        return None if fields is None else mapped_requests(fields)
+
+    # --- controller ---
+
+    def _start_controller(self) -> None:
+        holder = self._node if Role.AGENT in self._roles else f"{os.uname().nodename}/{os.getpid()}"
+        self._leadership = leadership = Leadership(self._state, self.clock, holder)
+        self.run_thread("controller", lambda stop: self._compile_and_lead(leadership, stop))
+        self.run_thread("calls", self._hear_calls)
+
+    def _compile_and_lead(self, leadership: Leadership, stop: threading.Event) -> None:
         """The controller, once its kernels are compiled: on the first start of an installation that takes half a minute."""
         from prefetcher.compiling import compile_kernels, compiled
 
@@ -167,80 +212,148 @@ class App:
             while self._compiling.is_alive() and not stop.is_set():
                 self._compiling.join(0.1)
             self._compiling = None
-        controller.run(stop)
+        leadership.run(stop, self._lead, lambda: not self._controller_stands())
 
-    def _check_controller(self, controller: Controller) -> str:
-        if self._compiling is not None:
-            return "compiling for this machine, once: plans come in about half a minute"
+    def _lead(self, fence: int, over: threading.Event) -> None:
+        """One term, with a controller of its own: what it knows is what the last leader saved."""
+        decision, agent = self._settings.decision, self._agent
+        group = self._control_group()
+        self._controller = controller = Controller(
+            self._streams,
+            self._state,
+            Learner(lambda: _predictor(decision.seed), decision.tick_s),
+            self.clock,
+            self.metrics,
+            ControllerOptions(
+                () if agent is None else (self._node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s
+            ),
+            arm_of=group.arm,
+            on_rows=self._rows_came,
+            on_plan=self._plan_written,
+            read_request=self._mapping() or read_request,
+        )
+        try:
+            controller.start(fence)
+        except TemporaryError as exc:
+            log().warning("term_not_begun", reason=str(exc), then="trying again")
+            over.wait(1.0)
+            return
+        controller.run(over)
         if controller.deposed:
-            return "another controller leads"
-        silent_s = self.clock.steady_s() - controller.alive_s
+            log().error("controller_deposed", fence=fence, then="standing by")
+
+    def _rows_came(self, node: NodeName, rows: Sequence[RequestSeen], index: Mapping[str, float]) -> None:
+        if self._agent is not None and node == self._node:
+            self._agent.requested(rows, index)
+        else:
+            self._calls.rows(node, rows, index)
+
+    def _plan_written(self, node: NodeName) -> None:
+        if self._agent is not None and node == self._node:
+            self._agent.plan_written()
+        else:
+            self._calls.plan_written(node)
+
+    def _hear_calls(self, stop: threading.Event) -> None:
+        """Endpoints elsewhere say that there is a reason to plan."""
+        while not stop.is_set():
+            self._state.listen([records.CALLS], lambda channel, reason: self._wake(reason.decode("utf-8", "replace")), stop)
+            stop.wait(_LISTEN_AGAIN_S)
+
+    def _wake(self, reason: str) -> None:
+        if self._controller is not None:
+            self._controller.wake(reason)
+
+    def _controller_stands(self) -> str:
+        """'' or how long the controller has not moved."""
+        if self._controller is None:
+            return ""
+        silent_s = self.clock.steady_s() - self._controller.alive_s
         if _CONTROLLER_STALL_S * self.clock.speed < silent_s < float("inf"):
             return f"the controller has not moved for {silent_s:.0f} s"
         return ""
 
-    def _part_died(self, name: str, error: BaseException) -> None:
-        """Without this part the process must not look healthy: it ends, and whoever runs it starts it again."""
-        self.failure = f"the {name} stopped: {error!r}; its log has more; start `prefetcher up` again"
-        log().error("part_died", part=name, reason=repr(error))
-        self.ask_to_stop()
+    # --- endpoint ---
 
-    def _run_thread(self, name: str, run: Callable[[threading.Event], None]) -> None:
-        stop = threading.Event()
-
-        def run_or_end() -> None:
-            try:
-                run(stop)
-            except BaseException as exc:
-                self._part_died(name, exc)
-                raise
-
-        thread = threading.Thread(target=run_or_end, name=name)
-        thread.start()
-
-        def end() -> None:
-            stop.set()
-            thread.join()
-
-        self._closing.append((name, end))
-
-    def _serve(self, service: Service, listener: socket.socket) -> None:
-        import uvicorn
-
-        from prefetcher.api.endpoint import make_endpoint
-
-        config = uvicorn.Config(
-            make_endpoint(service, self._settings.api.body_limit_bytes),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_graceful_shutdown=5,
+    def _service(self) -> Service:
+        quick = RedisState(self._state_url, STORE_S, self._why_away)
+        self.closes("quick state", quick.close)
+        service = Service(
+            None if self._agent is None else self._node,
+            self._streams.writer(),
+            self._hurried,
+            self._agent,
+            self.clock,
+            self.metrics,
+            self._wake_any,
+            lambda: "; ".join(self._controller_problems()),
+            settings=self._settings.api,
+            reach=lambda node: RemoteNode(node, self._hurried, self.clock),
+            quick_state=quick,
         )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)
-        thread.start()
-        self._closing.append(("endpoint", lambda: _end_server(server, thread)))
-        host, port = listener.getsockname()[:2]
-        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        log().info("ready", url=self.address, node=self._settings.node.name, observe=self._settings.decision.observe)
+        self.closes("hints", service.close)
+        self.run_thread("by hand", service.by_hand.run)
+        self.metrics.prefetching.set(1.0 if service.switched_on() else 0.0)
+        return service
 
-    def wait(self) -> None:
-        """Returns when `ask_to_stop` was called."""
-        self._stop.wait()
+    def _wake_any(self, reason: str) -> None:
+        """Whoever leads is to plan for `reason`."""
+        if self._leadership is not None and self._leadership.leads:
+            self._wake(reason)
+        elif reason:
+            with contextlib.suppress(TemporaryError):
+                self._hurried.publish(records.CALLS, reason.encode())
 
-    def ask_to_stop(self) -> None:
-        """May be called from a signal handler."""
-        self._stop.set()
+    def _controller_problems(self) -> list[str]:
+        if Role.CONTROLLER not in self._roles:
+            return []
+        if self._compiling is not None:
+            return ["compiling for this machine, once: plans come in about half a minute"]
+        stands = self._controller_stands()
+        return [stands] if stands else []
 
-    def stop(self) -> None:
-        """Stops every part that was started, the last one first; one that fails doesn't keep the others from it."""
-        while self._closing:
-            name, close = self._closing.pop()
-            try:
-                close()
-            except (OSError, UnavailableError) as exc:
-                log().error("not_stopped_cleanly", part=name, reason=str(exc))
+    def _problems(self) -> list[str]:
+        """What keeps this process from doing its work, by the real paths of its parts."""
+        found = self._controller_problems()
+        if self._agent is not None:
+            found.append(self._agent.check())
+        try:
+            self._hurried.read(records.SWITCH)
+        except TemporaryError as exc:
+            found.append(str(exc))
+        return [problem for problem in found if problem]
+
+
+def kafka_options(settings: Settings) -> KafkaOptions:
+    """The broker's part of the settings as the connector takes it."""
+    given = settings.kafka
+    assert given.brokers is not None
+    return KafkaOptions(
+        brokers=given.brokers,
+        prefix=given.prefix,
+        requests_topic=given.requests_topic,
+        partitions=given.partitions,
+        replicas=given.replicas,
+        retention_s=given.retention_s,
+        compression=given.compression,
+        security_protocol=given.security_protocol,
+        sasl_mechanism=given.sasl_mechanism,
+        username=given.username,
+        password=None if given.password is None else given.password.get_secret_value(),
+        ca_file=given.ca_file,
+        cert_file=given.cert_file,
+        key_file=given.key_file,
+    )
+
+
+def _check_shared(settings: Settings, command: str) -> None:
+    needed = {"PREFETCHER_STATE__URL": settings.state.url, "PREFETCHER_KAFKA__BROKERS": settings.kafka.brokers}
+    missing = [name for name, value in needed.items() if not value]
+    if missing:
+        raise SettingsError(
+            f"`prefetcher {command}` shares a state server and a broker with the other roles: set {' and '.join(missing)}; "
+            "`prefetcher up` runs all roles in one process without them"
+        )
 
 
 def _server_restarted(reason: str) -> None:
@@ -260,11 +373,6 @@ def _announce(rows: queue.SimpleQueue[RequestSeen], writer: StreamWriter, stop: 
                 writer.append(Topic.REQUESTS, request_records([row]))
             except TemporaryError as exc:
                 log().warning("open_not_learned", model=row.model, reason=str(exc))
-
-
-def _end_server(server: uvicorn.Server, thread: threading.Thread) -> None:
-    server.should_exit = True
-    thread.join(10.0)
 
 
 def _clock(settings: Settings) -> Clock:
@@ -289,20 +397,6 @@ def _check_machine(settings: Settings) -> None:
     if settings.node.host_bytes > memory:
         raise BudgetError(f"--host-bytes {settings.node.host_bytes} is more than this machine's memory, {memory} bytes; give it less")
     check_lock(settings.node.lock, settings.node.host_bytes)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio switches the delay of small packets off only for sockets that name their protocol: 40 ms an answer.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as exc:
-        listener.close()
-        raise UnavailableError(f"can't listen on {host} port {port}: {exc.strerror}; give another one with --port") from exc
-    return listener
 
 
 def _agent_options(settings: Settings, folder: Path) -> AgentOptions:

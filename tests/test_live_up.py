@@ -100,8 +100,13 @@ class Running:
         return bool(get(self.url, "/v1/report").get("rows") == rows)
 
     def held(self, model: str) -> dict[str, Any] | None:
-        found = get(self.url, f"/v1/residency?model={model}")
-        return found[0] if found else None
+        """The model's weights in memory, or on their way there."""
+        found = get(self.url, "/v1/status")["node"]["held"]
+        return next((held for held in found if held["model"] == model), None)
+
+    def rows_restored(self) -> int:
+        """Rows that the controller found in the snapshot that it read last; 0 when there was none."""
+        return next((e["rows"] for e in reversed(self.events()) if e["event"] == "learned_restored"), 0)
 
     def metric(self, name: str) -> float:
         with urllib.request.urlopen(self.url + "/metrics", timeout=10) as answer:
@@ -292,16 +297,13 @@ def test_killed_it_keeps_what_it_learned_and_leaves_no_stray_memory(make: Callab
     up.post_requests([{"model": "m0", "request_id": "last"}, {"model": "m0", "request_id": "last"}])
     up.end(signal.SIGKILL)
     up.start()
-    restored = [e for e in up.events() if e["event"] == "learned_restored"]
-    assert restored
-    assert 0 < restored[-1]["rows"] <= sent + 1
+    eventually(lambda: 0 < up.rows_restored() <= sent + 1)
     adopted = eventually(lambda: up.held("m0"))
     assert adopted["state"] == "ready"
     eventually(lambda: up.metric("prefetcher_stream_lag_bytes") == 0)
     assert up.end() == 0
     up.start()
-    restored = [e for e in up.events() if e["event"] == "learned_restored"]
-    assert restored[-1]["rows"] == sent + 1
+    eventually(lambda: up.rows_restored() == sent + 1)
     up.end()
     assert not list(up.host_dir.glob("*/*"))
 
@@ -347,7 +349,7 @@ def test_following_a_file_across_rotation(make: Callable[..., Running], tmp_path
     up.wait_until_learned()
     assert up.end() == 0
     up.start()
-    assert [e for e in up.events() if e["event"] == "learned_restored"][-1]["rows"] == 52
+    eventually(lambda: up.rows_restored() == 52)
 
 
 def test_bad_bodies(make: Callable[..., Running]) -> None:

@@ -83,6 +83,7 @@ class AgentOptions:
     threads: int = 4
     prefetch_bytes_per_s: float | None = None
     seed: int = 0
+    group: str = ""
 
 
 @dataclass(slots=True)
@@ -102,7 +103,8 @@ class Agent:
     Who builds it may set, before rows come: `on_order_ended(decision_id, outcome)`, told of every change once an order was used or is
     over; `on_unannounced(row)`, told of every open that no request row came before, as a row (it comes back by `requested`, if it does,
     without counting twice); `arm_of(now_s)`, the node's side of the experiment; `on_died(part, error)`, told when the loop fails and the
-    agent is of no use any more. All are called in the agent's loop and must be quick.
+    agent is of no use any more. All are called in the agent's loop and must be quick; but for `tell(snapshot, last)`, which sends on what a
+    snapshot has to tell, in the thread of the state store, and raises TemporaryError where it can't.
     """
 
     def __init__(self, options: AgentOptions, state: StateStore, clock: Clock, metrics: Metrics) -> None:
@@ -130,6 +132,7 @@ class Agent:
         self.on_unannounced: Callable[[RequestSeen], None] = lambda row: None
         self.arm_of: Callable[[float], Arm] = lambda now_s: Arm.TREATED
         self.on_died: Callable[[str, BaseException], None] = lambda part, error: None
+        self.tell: Callable[[Snapshot, bool], None] = lambda snapshot, last: None
         self._arena: HostArena | None = None
         self._machine = ResidencyMachine(
             options.node,
@@ -142,7 +145,17 @@ class Agent:
             seed=options.seed,
         )
         self._kept = Kept(clock, self._machine, self._book, self._uses, self._meter)
-        self._link = StateLink(state, options.node, clock, self._plan_read, self._kept_settled, lambda exc: self.on_died("agent", exc))
+        self._link = StateLink(
+            state,
+            options.node,
+            clock,
+            on_plan=self._plan_read,
+            on_kept=self._kept_settled,
+            on_died=lambda exc: self.on_died("agent", exc),
+            on_switch=self._switched,
+            tell=lambda snapshot, last: self.tell(snapshot, last),
+            group=options.group,
+        )
 
     # --- life ---
 
@@ -181,16 +194,17 @@ class Agent:
 
     def _go_on(self, catalog: Catalog, adopted: Iterable[WeightsKey]) -> None:
         """Takes over what the last agent of this node wrote, then what is there now: memory, weights, the switch, pins."""
-        switch, pins = self._state.read_many([records.SWITCH, records.PINS])
-        on = switch is None or msgspec.json.decode(switch, type=records.Switch).on
+        group, node = records.group_key(self._options.group, "switch"), records.node_key(self._options.node, "switch")
+        *switches, pins = self._state.read_many([records.SWITCH, group, node, records.PINS])
+        switch = records.strictest(switches)
         pinned = {ModelName(model) for model in records.decode_pins(pins)}
         self._kept.restore(self._state)
         self._machine.links.price_per_byte_s = price_per_byte_s(self._options.price_s_per_gb_h)
-        self._machine.plans.switched_off = not on
+        self._machine.plans.switched_off = not switch.on
         kept = frozenset((key, Tier.HOST) for key in adopted)
         self._hear(ev.AgentRestarted(kept, frozenset(source.key for source in catalog.models.values())))
         self._take_catalog(catalog, set(adopted))
-        self._hear(ev.SwitchedOn() if on else ev.SwitchedOff())
+        self._hear(_switch_event(switch))
         by_hand = {key.model for key, weights in self._machine.holdings.weights.items() if weights.pinned_by_hand}
         for model in sorted(by_hand - pinned):
             self._hear(ev.Unpinned(model))
@@ -360,8 +374,12 @@ class Agent:
     # --- plans and reports ---
 
     def plan_written(self) -> None:
-        """The controller wrote a plan."""
+        """The controller wrote a plan, or the switch was moved."""
         self._link.look()
+
+    def _switched(self, switch: records.Switch) -> None:
+        log().info("switched", mode=switch.mode, by=switch.by)
+        self._post(_switch_event(switch))
 
     def _plan_read(self, raw: bytes) -> None:
         try:
@@ -485,7 +503,8 @@ class Agent:
         return Acted(wait.answer.ok, wait.answer.reason)
 
     def switch(self, on: bool) -> None:
-        self._post(ev.SwitchedOn() if on else ev.SwitchedOff())
+        """The switch was moved: the node looks at what all that concern it say."""
+        self._link.look()
 
     def check(self) -> str:
         """'' when a question through the lease socket comes back, else what is wrong."""
@@ -566,10 +585,11 @@ class Agent:
             if not back.wait(2.0):
                 raise UnavailableError("the agent's loop does not move", retry_after_s=1.0)
             return None
-        if verb in ("on", "off"):
-            self.switch(verb == "on")
-            return None
         acted = self.act(verb, model)
         if not acted.ok:
             raise NoRoomError(f"{verb} {model}: {acted.reason}")
         return None
+
+
+def _switch_event(switch: records.Switch) -> ev.Event:
+    return ev.SwitchedOn(switch.observe) if switch.on else ev.SwitchedOff()

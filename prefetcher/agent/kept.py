@@ -36,11 +36,14 @@ _AHEAD_S = 60.0
 
 
 class LedgerState(msgspec.Struct):
-    """What is written under a node's `ledger` key: a snapshot of its ledger. The list of orders may lack the records that are `untold`."""
+    """What is written under a node's `ledger` key: a snapshot of its ledger. The list of orders, and the outcomes topic, may lack the
+    records that are `untold`; `seq` is above the number of every message that may have been sent.
+    """
 
     ledger: Any
     untold: list[OrderRecord] = []
     uses: UsesState = msgspec.field(default_factory=UsesState)
+    seq: int = 0
 
 
 class MachineState(msgspec.Struct):
@@ -52,10 +55,14 @@ class MachineState(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Ledger, machine and totals of one instant by key, to be written at once; then the orders that are `untold`, oldest change first."""
+    """Ledger, machine and totals of one instant by key, to be written at once; then the orders that are `untold`, oldest change first,
+    and the totals, as messages numbered from `seq` on.
+    """
 
     items: Mapping[str, bytes]
     untold: Sequence[OrderRecord]
+    totals: Mapping[str, Any]
+    seq: int
 
 
 _State = TypeVar("_State", LedgerState, MachineState)
@@ -78,6 +85,7 @@ class Kept:
     uses: Uses
     meter: LinkMeter
     changed: bool = True
+    seq: int = 0
     _unsettled: bool = False
     _saved_at_s: float = -1e18
     _due_s: float = -1e18
@@ -112,6 +120,7 @@ class Kept:
         state = _decode(raw, LedgerState)
         self.book.restore(state.ledger, state.untold)
         self.uses.restore(state.uses, now_s)
+        self.seq = state.seq
 
     def _restore_machine(self, raw: bytes, now_s: float) -> None:
         state = _decode(raw, MachineState)
@@ -145,14 +154,15 @@ class Kept:
         # While the store is away orders pile up here; more than its list holds would push each other out of it.
         self.book.told(list(self.book.untold.values())[: -records.ORDERS_KEPT])
         untold = list(self.book.untold.values())
-        ledger = LedgerState(msgspec.Raw(self.book.ledger.encoded()), untold, self.uses.snapshot())
+        seq, self.seq = self.seq, self.seq + len(untold) + 1
+        ledger = LedgerState(msgspec.Raw(self.book.ledger.encoded()), untold, self.uses.snapshot(), self.seq)
         machine = MachineState(msgspec.Raw(self.machine.encoded()), self.meter.snapshot())
         parts = {"ledger": ledger, "machine": machine, "totals": totals}
         items = {self.key(what): records.encode(part) for what, part in parts.items()}
         self.changed, self._unsettled = False, True
         self._saved_at_s = self._real_s()
         self._due_s = self._saved_at_s + max(_SAVE_S, _SAVE_SHARE * (self._saved_at_s - started_s))
-        return Snapshot(items, untold)
+        return Snapshot(items, untold, totals, seq)
 
     def settle(self, snapshot: Snapshot, written: bool) -> None:
         """Says what became of a snapshot; what was not written comes with the next one."""

@@ -57,7 +57,7 @@ MAX_LINE_BYTES = 8 << 20
 #: The kernel's bound for a socket's path is 108 with the byte that ends it.
 _MAX_ADDRESS_BYTES = 107
 
-Verb = Literal["status", "pin", "unpin", "load", "evict", "on", "off"]
+Verb = Literal["status", "pin", "unpin", "load", "evict"]
 
 
 class Acquire(msgspec.Struct, frozen=True, tag="acquire"):

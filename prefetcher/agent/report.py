@@ -158,7 +158,7 @@ def make_report(
         recent_wait_s=meter.recent_wait_s,
         waiting_rows=meter.waiting_rows,
         busy_ratio=meter.busy_ratio(now_s),
-        observe=machine.limits.observe,
+        observe=machine.holdings.observing,
         prefetching=not machine.plans.switched_off,
         fence=machine.plans.fence,
         revision=machine.plans.revision,

@@ -16,7 +16,7 @@ from prefetcher.agent.kept import Snapshot
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName
-from prefetcher.errors import UnavailableError
+from prefetcher.errors import TemporaryError, UnavailableError
 from prefetcher.ports import StateStore
 from prefetcher.telemetry.logs import log
 
@@ -24,6 +24,8 @@ __all__ = ["StateLink"]
 
 #: Real seconds between looks for a plan that nobody announced, and between tries while the store is away.
 _LOOK_S = 1.0
+#: Real seconds between notes that the node is there; controllers look for nodes of the last day.
+_SEEN_S = 30.0
 #: Real seconds that the last snapshot may take: a server that is started again needs a few, and whoever ends the agent waits for it.
 _CLOSE_S = 10.0
 
@@ -39,8 +41,9 @@ class _Shown:
 class StateLink:
     """`start` it, hand it what is to be written, `close` it. Methods are safe for threads; the callbacks come in the link's thread.
 
-    `on_plan(raw)` is told of every plan that was read and differs from the last, `on_kept(snapshot, written)` once of every snapshot but
-    the one that `close` gets, and `on_died(error)` when the link fails for another reason than a store that is away.
+    `on_plan(raw)` is told of every plan that was read and differs from the last, `on_switch(switch)` of what the switches of this node say
+    together, when that changes; `on_kept(snapshot, written)` once of every snapshot but the one that `close` gets, and `on_died(error)`
+    when the link fails for another reason than a store that is away. `tell(snapshot, last)` sends outcomes on, before they count as told.
     """
 
     def __init__(
@@ -51,6 +54,9 @@ class StateLink:
         on_plan: Callable[[bytes], None],
         on_kept: Callable[[Snapshot, bool], None],
         on_died: Callable[[BaseException], None],
+        on_switch: Callable[[records.Switch], None],
+        tell: Callable[[Snapshot, bool], None],
+        group: str,
     ) -> None:
         self._state = state
         self._node = node
@@ -58,6 +64,12 @@ class StateLink:
         self._on_plan = on_plan
         self._on_kept = on_kept
         self._on_died = on_died
+        self._on_switch = on_switch
+        self._tell = tell
+        switches = [records.SWITCH, records.group_key(group, "switch"), records.node_key(node, "switch")]
+        self._looked_at = [records.node_key(node, "plan"), *switches]
+        self._seen_at_s = float("-inf")
+        self._mode: str | None = None
         self._guard = threading.Lock()
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -136,7 +148,7 @@ class StateLink:
     def _try(self, what: Callable[[], None]) -> bool:
         try:
             what()
-        except UnavailableError as exc:
+        except TemporaryError as exc:
             if not self.away:
                 log().warning("state_away", reason=str(exc), then="the last plan and the agent's own timers go on")
             self.away = True
@@ -150,7 +162,7 @@ class StateLink:
             snapshot, self._snapshot = self._snapshot, None
         written = False
         try:
-            self._read_plan()
+            self._look()
             if shown is not None:
                 # Before the snapshot, which brings newer totals.
                 self._state.write(shown.report, expire_s=records.REPORT_EXPIRES_S)
@@ -166,18 +178,26 @@ class StateLink:
             if snapshot is not None:
                 self._on_kept(snapshot, written)
 
-    def _read_plan(self) -> None:
-        raw = self._state.read(records.node_key(self._node, "plan"))
+    def _look(self) -> None:
+        raw, *switches = self._state.read_many(self._looked_at)
         if raw is not None and raw != self._plan:
             self._plan = raw
             self._on_plan(raw)
+        switch = records.strictest(switches)
+        if switch.mode != self._mode:
+            self._mode = switch.mode
+            self._on_switch(switch)
+        if self._real_s() - self._seen_at_s > _SEEN_S:
+            self._state.see(records.NODES, self._node, self._clock.now_s())
+            self._seen_at_s = self._real_s()
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write(self, snapshot: Snapshot, last: bool = False) -> None:
         self._state.write(snapshot.items)
+        self._tell(snapshot, last)
         orders = [records.encode(order) for order in snapshot.untold]
         self._state.append(records.node_key(self._node, "orders"), orders, records.ORDERS_KEPT)
 
     def _write_last(self) -> None:
         if self._last is not None:
-            self._write(self._last)
+            self._write(self._last, last=True)
         self._last_written = True

@@ -21,9 +21,10 @@ from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.controller.intake import Came, Intake
 from prefetcher.controller.learner import Learner, Refit, Taken
+from prefetcher.controller.nodes import Nodes
 from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, make_plan, worth_of
+from prefetcher.core.experts import WINDOWS_S
 from prefetcher.core.hints import Expected, Hint, HintBook
-from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.core.shadow_caches import Outlook, ShadowCaches
 from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
 from prefetcher.errors import PredictorError, UnavailableError
@@ -44,8 +45,6 @@ _SILENCE_S = 86_400.0
 _IDLE_S = 0.05
 #: Back-off while the state store is away.
 _AWAY_S = 1.0
-#: A node that did not report for this long is planned for no more.
-_FORGOTTEN_S = 86_400.0
 _UNUSED = (Outcome.USELESS.value, Outcome.DISPLACED.value)
 
 
@@ -63,8 +62,9 @@ class ControllerOptions:
 class Controller:
     """One controller over all nodes that report.
 
-    `arm_of(node, now_s)` says which side of the experiment a node is on; `on_rows` hears of fresh rows with the index of their models,
-    these rows counted in, and `on_plan` of every plan written, both in the controller's thread. `read_request` makes a row of a record.
+    `arm_of(node, now_s)` says which side of the experiment a node is on; `on_rows(node, rows, index)` hears of fresh rows of a node with
+    the index of their models, these rows counted in, and `on_plan` of every plan written, both in the controller's thread. `read_request`
+    makes a row of a record.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Controller:
         metrics: Metrics,
         options: ControllerOptions,
         arm_of: Callable[[NodeName, float], Arm],
-        on_rows: Callable[[Sequence[RequestSeen], Mapping[str, float]], None] = lambda rows, index: None,
+        on_rows: Callable[[NodeName, Sequence[RequestSeen], Mapping[str, float]], None] = lambda node, rows, index: None,
         on_plan: Callable[[NodeName], None] = lambda node: None,
         read_request: RequestMapping = read_request,
     ) -> None:
@@ -92,16 +92,16 @@ class Controller:
         self._read_request = read_request
         self._intake: Intake | None = None
         self._wanted: set[str] = set()
-        self._nodes: list[NodeName] = list(options.nodes)
+        self._nodes = Nodes(state, options.nodes)
         self._past: dict[NodeName, dict[str, PastOrder]] = {}
         self._next_tick_s = -np.inf
         self._next_snapshot_s = -np.inf
         self._saved: dict[Partition, int] = {}
         self._hints = HintBook()
-        #: Models that a hint came for since the last plan, and the node that served each model last.
+        #: Models that a hint came for since the last plan.
         self._hinted: set[str] = set()
-        self._last_node: dict[str, NodeName] = {}
-        self._reports: dict[NodeName, records.NodeReport] = {}
+        #: float32[windows, n]: rates of next use of every model at the last tick.
+        self._rates = np.zeros((len(WINDOWS_S), 0), np.float32)
         self._shadows: dict[NodeName, ShadowCaches] = {}
         self._switched_on = True
         self._refit: Refit | None = None
@@ -193,7 +193,7 @@ class Controller:
         """
         assert self._intake is not None
         self.alive_s = self._clock.steady_s()
-        if self._clock.now_s() >= self._next_tick_s or not self._reports:
+        if self._clock.now_s() >= self._next_tick_s or not self._nodes.reports:
             # Before anything is taken in: from there to the plans nothing can fail halfway.
             self._look_at_nodes()
         came = self._intake.poll(_ROWS_A_STEP, 0.0 if self._wanted else timeout_s)
@@ -215,6 +215,8 @@ class Controller:
         if wanted:
             self._plan_for(wanted)
             self._wanted -= wanted
+        if tick and not self.deposed:
+            self._tell_forecasts(now_s)
         self._look_after_fit(now_s)
         if now_s >= self._next_snapshot_s:
             self.save()
@@ -235,18 +237,19 @@ class Controller:
                 self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
             self._let_shadows_see(taken, now_s if caught_up else -np.inf)
             self.alive_s = self._clock.steady_s()
+            self._nodes.served(taken.rows)
             for row in taken.rows:
                 self._hints.used(row.model, row.ts)
-                if row.node is not None:
-                    self._last_node[row.model] = row.node
             if not caught_up and self._refit is None:
                 # History is being read, nobody waits for a plan, and what comes next is to be scored by what was before.
                 self._learner.refit_now(self._learner.traffic.newest_s)
             fresh = [row for row in taken.rows if now_s - row.ts <= _FRESH_S * self._clock.speed]
-            if fresh:
-                self._on_rows(fresh, self._index_after(fresh, now_s))
-                if taken.started:
-                    self._wanted.add("started")
+            for node, rows in self._by_node(fresh).items():
+                self._on_rows(node, rows, self._index_after(node, rows, now_s))
+            if fresh and taken.started:
+                self._wanted.add("started")
+            if len(taken.ticks):
+                self._rates = taken.at_tick[:, -1]
 
     # --- hints ---
 
@@ -262,16 +265,8 @@ class Controller:
         self._hints.expire(now_s)
 
     def _home(self, model: str) -> NodeName | None:
-        """The node that a hint for `model` is for: the one that has its weights or gets them, else the one that served it last, else the
-        one that hashing gives it among those that can load it."""
-        able = [node for node, report in self._reports.items() if model in {k.model for k in report.known}]
-        having = [node for node in able if any(h.model == model for h in self._reports[node].held)]
-        ordered = [node for node in able if (entry := self._past.get(node, {}).get(model)) is not None and not entry.ended]
-        last = self._last_node.get(model)
-        for found in (having, ordered, [last] if last in able else [], able):
-            if found:
-                return found[by_rendezvous(model, found)[0]]
-        return None
+        ordered = [node for node, past in self._past.items() if (entry := past.get(model)) is not None and not entry.ended]
+        return self._nodes.home(model, ordered)
 
     def _expected(self, node: NodeName, now_s: float) -> dict[str, Expected]:
         """What hints say about the models that this node is to bring."""
@@ -284,19 +279,23 @@ class Controller:
 
     # --- nodes and their shadow caches ---
 
+    def _by_node(self, rows: Sequence[RequestSeen]) -> dict[NodeName, list[RequestSeen]]:
+        """The rows of each node: those that name it, and those without a name whose model is at home there."""
+        found: dict[NodeName, list[RequestSeen]] = {}
+        for row in rows:
+            node = row.node or self._home(row.model)
+            if node is not None:
+                found.setdefault(node, []).append(row)
+        return found
+
     def _look_at_nodes(self) -> None:
-        """Who reports now. A node that was silent for a day is forgotten with its shadow caches."""
-        now_s = self._clock.now_s()
-        seen = map(NodeName, self._state.members(records.NODES, now_s - _FORGOTTEN_S))
-        self._nodes = list(dict.fromkeys([*self._options.nodes, *seen]))
-        raw = self._state.read_many([records.node_key(node, "report") for node in self._nodes])
-        self._reports = {node: records.decode_report(r) for node, r in zip(self._nodes, raw, strict=True) if r is not None}
-        for node in set(self._shadows) - set(self._nodes):
+        self._nodes.look(self._clock.now_s())
+        for node in set(self._shadows) - set(self._nodes.names):
             del self._shadows[node]
 
     def _plan_for(self, wanted: set[str]) -> None:
         """Plans every node at a tick and for what concerns all, and for a hint or a start only the nodes that it concerns."""
-        nodes = self._nodes
+        nodes = self._nodes.names
         if wanted == {"hint"}:
             nodes = list(dict.fromkeys(home for model in sorted(self._hinted) if (home := self._home(model)) is not None))
         for node in nodes:
@@ -304,10 +303,9 @@ class Controller:
         self._hinted.clear()
 
     def _let_shadows_see(self, taken: Taken, until_s: float) -> None:
-        """Takes every node's shadow caches through the rows that are its own: those that name it, or no node."""
-        for node in self._nodes:
-            if node not in self._reports:
-                continue
+        """Takes every node's shadow caches through the rows that are its own."""
+        homes = {model: self._home(model) for model in {row.model for row in taken.rows if row.node is None}}
+        for node in self._nodes.reports:
             until = until_s if np.isfinite(until_s) else float(taken.ts.max(initial=self._learner.traffic.newest_s))
             shadows = self._shadows.get(node)
             if shadows is None and not len(taken.ts):
@@ -318,7 +316,7 @@ class Controller:
                 shadows = self._shadows[node] = self._new_shadows(float(taken.ts[0]))
             if anew or taken.started:
                 self._tell_catalog(node)
-            mine = np.array([row.node is None or row.node == node for row in taken.rows], np.bool_)
+            mine = np.array([(row.node or homes[row.model]) == node for row in taken.rows], np.bool_)
             shadows.advance(taken.ts[mine], taken.model[mine], taken.after_row[:, mine], taken.ticks, taken.at_tick, until)
 
     def _new_shadows(self, start_s: float) -> ShadowCaches:
@@ -332,7 +330,7 @@ class Controller:
 
     def _tell_catalog(self, node: NodeName) -> None:
         """The node's shadow caches serve what the node does, with as much memory, at its link's measured speed."""
-        shadows, report = self._shadows.get(node), self._reports[node]
+        shadows, report = self._shadows.get(node), self._nodes.reports[node]
         if shadows is None:
             return
         known = [(self._learner.number(k.model), float(max(k.bytes, 1)), max(k.load_s, 1e-6)) for k in report.known]
@@ -351,17 +349,25 @@ class Controller:
         numbers[numbers >= len(outlook.keep_per_s)] = -1
         return outlook, worth_of(report, outlook, numbers, shadows.shadow_holds(), expected)
 
-    def _index_after(self, rows: Sequence[RequestSeen], now_s: float) -> dict[str, float]:
-        """The index of each model of `rows`, with these rows counted in: scores are refreshed before they are compared."""
-        found: dict[str, float] = {}
-        if not self._switched_on:
-            return found
+    def _index_after(self, node: NodeName, rows: Sequence[RequestSeen], now_s: float) -> dict[str, float]:
+        """The index of each model of a node's `rows`, with these rows counted in: scores are refreshed before they are compared."""
+        report = self._nodes.reports.get(node)
+        if not self._switched_on or report is None:
+            return {}
         asked = {row.model for row in rows}
-        for node, report in self._reports.items():
-            of = msgspec.structs.replace(report, known=tuple(k for k in report.known if k.model in asked))
-            _, worth = self._worth(of, now_s, self._expected(node, now_s))
-            found |= {k.model: float(worth.keep[i]) for i, k in enumerate(of.known)}
-        return found
+        of = msgspec.structs.replace(report, known=tuple(k for k in report.known if k.model in asked))
+        _, worth = self._worth(of, now_s, self._expected(node, now_s))
+        return {k.model: float(worth.keep[i]) for i, k in enumerate(of.known)}
+
+    def _tell_forecasts(self, now_s: float) -> None:
+        """How likely every model is used soon, for endpoints: P(T ≤ W) of a rate h that holds for W is 1 − exp(−h·W)."""
+        windows_s = np.array(WINDOWS_S)[:, None]
+        order = np.argsort(windows_s[:, 0])
+        chance = -np.expm1(-np.nan_to_num(self._rates) * windows_s)[order].T
+        models = {name: tuple(p) for name, p in zip(self._learner.names, chance.round(4).tolist(), strict=False)}
+        until_s = now_s + 2.0 * self._options.tick_s
+        told = records.encode(records.Forecasts(now_s, until_s, models))
+        self._state.write({records.FORECASTS: told}, expire_s=2.0 * self._options.tick_s / self._clock.speed)
 
     def plan(self, node: NodeName, trigger: str) -> Planned | None:
         """Makes and writes one node's plan; None while the node reports nothing, or when another controller leads."""
@@ -370,7 +376,8 @@ class Controller:
         if raw is None:
             self._metrics.skipped.labels(what="plan", reason="node_silent").inc()
             return None
-        report = self._reports[node] = records.decode_report(raw)
+        report = records.decode_report(raw)
+        self._nodes.take(node, report)
         switch = msgspec.json.decode(switch_raw, type=records.Switch) if switch_raw else records.Switch()
         pins = records.decode_pins(pins_raw)
         now_s = self._clock.now_s()

@@ -23,7 +23,7 @@ from prefetcher.controller.rotation import Place, files_after, find_file
 from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, NodeName, RequestSeen
 from prefetcher.errors import NoRoomError, UnavailableError, shortened
 from prefetcher.ports import Streams, Topic
-from prefetcher.replay.maps import parse_map
+from prefetcher.replay.maps import first_value, parse_map
 from prefetcher.replay.times import TimeReader
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
@@ -95,7 +95,7 @@ class Follower:
         if self._unsaved is not None:
             self._save(self._unsaved)
             return True
-        if self._file is None and not self._open_first():
+        if self._file is None and not self._openfirst_value():
             return False
         assert self._file is not None
         self._file.seek(self._offset)
@@ -109,7 +109,7 @@ class Follower:
         self._take(chunk[:end])
         return True
 
-    def _open_first(self) -> bool:
+    def _openfirst_value(self) -> bool:
         """Opens the file where reading stopped, wherever it was rotated to, or what came after it; False while there is none."""
         place = Place.from_mark(self._streams.last_mark(Topic.REQUESTS))
         if place is None:
@@ -211,7 +211,7 @@ class Follower:
             except (ValueError, csv.Error, RecursionError) as exc:
                 self._bad(f"not a record: {exc}")
                 continue
-            found.append((self._line, {column: _first(record, paths) for column, paths in self._fields.items()}))
+            found.append((self._line, {column: first_value(record, paths) for column, paths in self._fields.items()}))
         times = self._seconds([values["ts"] for _, values in found])
         now_s = self._clock.now_s()
         rows: list[RequestSeen] = []
@@ -256,19 +256,6 @@ class Follower:
         self._named += 1
         if self._named <= _NAMED:
             log().warning("line_skipped", path=str(self._path), line=self._line if line is None else line, reason=reason)
-
-
-def _first(record: dict[str, Any], paths: tuple[str, ...]) -> Any:
-    """What the first path that leads to something leads to; a name with dots may also be one key."""
-    for path in paths:
-        if record.get(path) is not None:
-            return record[path]
-        value: Any = record
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            return value
-    return None
 
 
 def _plain(value: float | str) -> float | str:

@@ -43,6 +43,7 @@ class Intake:
         self._read_request = read_request
         self._merge = RowMerge()
         self._named = 0
+        #: What is not learned yet: records, or bytes where streams count in bytes.
         self.lag = 0
         self._reader = streams.reader(_TOPICS, "controller", self._start)
 
@@ -69,10 +70,12 @@ class Intake:
             else:
                 self._take_others(chunk, came)
         lag = self._reader.lag()
-        self.lag = sum(n for partition, n in lag.items() if partition.topic is Topic.REQUESTS)
+        waiting = sum(n for partition, n in lag.items() if partition.topic is Topic.REQUESTS)
         behind = {partition for partition, n in lag.items() if n > 0 and partition.topic is Topic.REQUESTS}
         came.rows, positions = self._merge.take(limit, behind)
         came.positions |= positions
+        # What this look brought is not learned before the next one.
+        self.lag = waiting + self._merge.rows + len(came.rows)
         came.more = polled >= limit or len(came.rows) >= limit
         self._from |= came.positions
         return came

@@ -197,6 +197,8 @@ class Holdings:
 
     def __init__(self, limits: NodeLimits) -> None:
         self.limits = limits
+        #: Whether nothing is loaded, for as long as the switch says so.
+        self.observing = limits.observe
         self.weights: dict[WeightsKey, Weights] = {}
         self.serving: dict[ModelName, WeightsKey] = {}
         self.in_tier: dict[Tier, dict[WeightsKey, Copy]] = {tier: {} for tier in Tier}

@@ -241,7 +241,9 @@ class SwitchedOff:
 
 @dataclass(frozen=True, slots=True)
 class SwitchedOn:
-    pass
+    """Prefetching is on; with `observe`, it is decided and recorded, and nothing is loaded."""
+
+    observe: bool = False
 
 
 @dataclass(frozen=True, slots=True)

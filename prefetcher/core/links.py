@@ -60,7 +60,7 @@ class Links:
         """Why demand should not wait for a load but be served as things are, or ''."""
         if base is None:
             return "no_copy"
-        if self.limits.observe:
+        if self.holdings.observing:
             return "observe"
         if weights.retired:
             return "old_version"

@@ -106,7 +106,7 @@ class Plans:
         by_hand = order.cause is Cause.MANUAL
         if weights is None:
             return "unknown_weights"
-        if self.limits.observe:
+        if self.holdings.observing:
             return "observe"
         checks = (
             (order.node != self.node, "other_node"),

@@ -114,9 +114,13 @@ class ResidencyMachine:
                 self._evict_asked(event)
             case ev.SwitchedOff():
                 self.plans.switched_off = True
+                self.holdings.observing = self.limits.observe
                 self.plans.stop_prefetching("switched_off")
             case ev.SwitchedOn():
                 self.plans.switched_off = False
+                self.holdings.observing = self.limits.observe or event.observe
+                if self.holdings.observing:
+                    self.plans.stop_prefetching("observe")
             case ev.AgentRestarted():
                 self._adopt(event.kept)
             case ev.Ticked():

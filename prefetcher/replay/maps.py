@@ -7,10 +7,11 @@ taken. It covers names only; formats are `formats`, times `times`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from prefetcher.errors import SettingsError
 
-__all__ = ["COLUMNS", "SHIPPED", "FieldMap", "parse_map"]
+__all__ = ["COLUMNS", "SHIPPED", "FieldMap", "first_value", "parse_map"]
 
 #: The columns that replay reads; `ts` and `model` are required.
 COLUMNS: tuple[str, ...] = ("ts", "model", "count", "user", "node", "version", "request_id")
@@ -94,6 +95,19 @@ def parse_map(text: str | Mapping[str, str] | FieldMap | None) -> FieldMap:
             raise SettingsError(f"the field map names no field for {column!r}; write {column}=FIELD")
         result[column] = paths
     return result
+
+
+def first_value(record: dict[str, Any], paths: tuple[str, ...]) -> Any:
+    """What the first path that leads to something leads to; a name with dots may also be one key."""
+    for path in paths:
+        if record.get(path) is not None:
+            return record[path]
+        value: Any = record
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    return None
 
 
 def _check_column(column: str) -> None:

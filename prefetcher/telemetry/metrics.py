@@ -68,7 +68,8 @@ class Metrics:
             ["predictor", "reason"],
             registry=registry,
         )
-        self.lag = Gauge("prefetcher_stream_lag_bytes", "Request log written and not yet learned from.", registry=registry)
+        self.lag = Gauge("prefetcher_stream_lag_bytes", "Requests not yet learned from; NaN where no controller leads.", registry=registry)
+        self.lag.set(float("nan"))
         self.ingest_records = Counter("prefetcher_ingest_records_total", "Records of the requests topic.", ["result"], registry=registry)
         self.ingest_batch_time = Histogram(
             "prefetcher_ingest_batch_seconds", "Time to take in one batch.", registry=registry, buckets=_PLAN_BUCKETS

@@ -1,0 +1,75 @@
+"""The nodes that a controller plans for: who reports what, and which node a model is at home on.
+
+Covers neither plans nor shadow caches, nor where copies of one model are worth having on several nodes: a model has one home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from prefetcher.controller import records
+from prefetcher.core.rendezvous import by_rendezvous
+from prefetcher.core.types import NodeName, RequestSeen
+from prefetcher.ports import StateStore
+
+__all__ = ["Nodes"]
+
+#: A node that did not report for this long is planned for no more.
+_FORGOTTEN_S = 86_400.0
+
+
+class Nodes:
+    """`always` are planned for before they report; others once they do."""
+
+    def __init__(self, state: StateStore, always: Sequence[NodeName]) -> None:
+        self._state = state
+        self._always = always
+        self.names: list[NodeName] = list(always)
+        self.reports: dict[NodeName, records.NodeReport] = {}
+        self._known: dict[NodeName, frozenset[str]] = {}
+        self._held: dict[NodeName, frozenset[str]] = {}
+        #: The node that served each model last.
+        self._served: dict[str, NodeName] = {}
+
+    def look(self, now_s: float) -> None:
+        """Reads who reports now.
+
+        Raises:
+            UnavailableError: the state store does not answer.
+        """
+        seen = map(NodeName, self._state.members(records.NODES, now_s - _FORGOTTEN_S))
+        self.names = list(dict.fromkeys([*self._always, *seen]))
+        raw = self._state.read_many([records.node_key(node, "report") for node in self.names])
+        self.reports.clear()
+        for node, report in zip(self.names, raw, strict=True):
+            if report is not None:
+                self.take(node, records.decode_report(report))
+
+    def take(self, node: NodeName, report: records.NodeReport) -> None:
+        """A newer report of `node`."""
+        self.reports[node] = report
+        self._known[node] = frozenset(k.model for k in report.known)
+        self._held[node] = frozenset(h.model for h in report.held)
+
+    def served(self, rows: Iterable[RequestSeen]) -> None:
+        """Rows that name their node say where their models are asked for."""
+        for row in rows:
+            if row.node is not None:
+                self._served[row.model] = row.node
+
+    def home(self, model: str, ordered: Iterable[NodeName] = ()) -> NodeName | None:
+        """The node that hints for `model`, and rows that name none, are for; None where no node can load it.
+
+        The one that has its weights or gets them, else one that they are `ordered` for, else the one that served it last, else the one that
+        hashing gives it among those that can load it. Of one node alone, that one.
+        """
+        if len(self.names) == 1:
+            return self.names[0]
+        able = [node for node in self.reports if model in self._known[node]]
+        having = [node for node in able if model in self._held[node]]
+        last = self._served.get(model)
+        coming = [node for node in ordered if node in able]
+        for found in (having, coming, [last] if last in able else [], able):
+            if found:
+                return found[by_rendezvous(model, found)[0]]
+        return None
