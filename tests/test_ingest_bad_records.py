@@ -193,6 +193,7 @@ def test_a_partition_taken_away_while_waiting_is_dropped(client: redis.Redis, tm
 
     reader.poll = taken_while_waiting  # type: ignore[method-assign, assignment]
     ingest.step()
+    ingest.close()
     positions = TablesReader(client).positions()
     assert (positions[0]["offset"], positions[1]["offset"]) == (2, 2)
     assert len(broker.letters) == 1

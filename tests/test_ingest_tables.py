@@ -54,6 +54,9 @@ class Node:
             if not self.ingest.step():
                 return
 
+    def close(self) -> None:
+        self.ingest.close()
+
     def told(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"prefetcher_{name}", labels) or 0.0
 
@@ -113,6 +116,8 @@ def test_two_who_both_count_a_partition_count_it_once(client: redis.Redis) -> No
     first, second = Node(broker, client), Node(broker, client)
     for second_is_next in np.random.default_rng(0).integers(0, 2, 400).tolist():
         (second if second_is_next else first).ingest.step()
+    first.close()
+    second.close()
     assert_exact(TablesReader(client), broker)
     assert first.told("ingest_reloads_total", reason="changed_by_others") > 0
     assert second.told("ingest_reloads_total", reason="changed_by_others") > 0
@@ -130,6 +135,8 @@ def test_a_partition_that_moves_is_counted_on(client: redis.Redis) -> None:
         broker.readers[0].others, broker.readers[1].others = ({0}, {1}) if step // 10 % 2 else ({1}, {0})
         first.ingest.step()
         second.ingest.step()
+    first.close()
+    second.close()
     assert_exact(TablesReader(client), broker)
     assert first.told("ingest_records_total", result="counted") > 0
     assert second.told("ingest_records_total", result="counted") > 0
@@ -243,6 +250,7 @@ def test_a_server_that_ends_is_waited_for(tmp_path: Path) -> None:
         node = Node(broker, client)
         for _ in range(20):
             node.ingest.step()
+        node.ingest.step()
         server.stop()
         stop = threading.Event()
         thread = threading.Thread(target=node.ingest.run, args=(stop,))

@@ -59,6 +59,8 @@ class PartitionCounts:
         self.offset: int | None = None
         self.generation = 0
         self.newest_s = -np.inf
+        #: What `newest_s` was when it was stored last: which hours are closed is told by this, since rows in hand may lie in others.
+        self.stored_s = -np.inf
         self.rows = self.late = self.unlisted = self.bad = 0
         self._names: list[str] = []
         self._index: dict[str, int] = {}
@@ -74,7 +76,7 @@ class PartitionCounts:
     def restore(self, position: Mapping[bytes, bytes], models: Mapping[bytes, bytes], users: Mapping[bytes, bytes]) -> bool:
         """Takes stored tables over; whether they are whole: False when models are missing."""
         self.offset, self.generation = int(position[b"offset"]), int(position[b"generation"])
-        self.newest_s = float(position[b"newest_s"])
+        self.newest_s = self.stored_s = float(position[b"newest_s"])
         self.rows, self.late, self.unlisted, self.bad = (int(position[name]) for name in (b"rows", b"late", b"unlisted", b"bad"))
         self._grow(len(models))
         for i, (name, value) in enumerate(models.items()):

@@ -9,6 +9,7 @@ nothing: the partition is loaded again. Covers no rules of counting (`counting`)
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,6 +47,10 @@ _LETTER_TIMEOUT_S = 10.0
 _HISTORY_RETRY_S = 60.0
 _SAY_AGAIN_S = 60.0
 _LAG_S = 5.0
+#: Between times that freed memory is given back, a millisecond each.
+_TRIM_S = 5.0
+#: None with another C library than glibc.
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 _T = TypeVar("_T")
 
@@ -80,6 +85,7 @@ class _InHand:
     chunk: Chunk
     decoded: Decoded
     begin: int
+    newest_s: float
     results: dict[str, int]
     commit: Commit
     storing: list[Future[str]]
@@ -104,16 +110,18 @@ class Ingest:
         self._decode = RowDecoder(options.most_bytes, options.ahead_s, mapping)
         self._tables = Tables(client, options.late_s, options.most_models, options.most_users)
         self._counts: dict[Partition, PartitionCounts] = {}
+        #: Up to where each partition was polled since it was taken.
+        self._polled: dict[Partition, int] = {}
         self._reader: StreamReader | None = None
         self._writer: StreamWriter | None = None
-        #: One partition's records are judged and counted while those of the one before are stored: Redis and this process work at once.
         self._storing = ThreadPoolExecutor(1, "ingest-store")
+        self._in_hand: _InHand | None = None
         self._polling = False
         #: Give all partitions up after this batch, and take them again at the offsets that are stored.
         self._again = False
         self._stop = threading.Event()
         self._trouble = ""
-        self._history_again_s = self._lag_again_s = 0.0
+        self._history_again_s = self._lag_again_s = self._trim_again_s = 0.0
         self._said: dict[str, float] = {}
 
     def run(self, stop: threading.Event) -> None:
@@ -127,14 +135,14 @@ class Ingest:
 
     def close(self) -> None:
         """Leaves the group, for good. What was polled and not stored is read again by whoever comes next."""
-        self._storing.shutdown()
         self._leave()
+        self._storing.shutdown()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def step(self) -> bool:
-        """Takes in one batch; whether there was one. Waits while streams or Redis are away, or full."""
+        """Takes in one batch; whether there may be more. Waits while streams or Redis are away, or full."""
         try:
             if self._reader is None:
                 self._warn_of_eviction()
@@ -146,15 +154,21 @@ class Ingest:
             return False
         if self._trouble == "streams_away":
             self._tell_well()
-        if chunks:
-            with self._metrics.ingest_batch_time.time():
-                self._take_all(chunks)
-            self._reader.done({p: counts.offset for c in chunks if (counts := self._counts.get(p := c.partition)) and counts.offset})
+        with self._metrics.ingest_batch_time.time() if chunks else contextlib.nullcontext():
+            self._take_all(chunks)
+        self._give_memory_back()
         self._tell_lag()
         self._compact()
-        if self._again:
+        again = self._again
+        if again:
             self._leave()
-        return bool(chunks)
+        return bool(chunks) or again
+
+    def _give_memory_back(self) -> None:
+        """Batches of records of all sizes leave holes in the heaps of all threads, which the allocator keeps by itself."""
+        if _malloc_trim is not None and self._clock.steady_s() >= self._trim_again_s:
+            self._trim_again_s = self._clock.steady_s() + _TRIM_S
+            _malloc_trim(0)
 
     def _tell_lag(self) -> None:
         """The broker is asked, so not each time."""
@@ -182,12 +196,14 @@ class Ingest:
             except _DroppedError:
                 return {}
             self._counts[partition] = counts
+            self._polled.pop(partition, None)
             if counts.offset is not None:
                 positions[partition] = counts.offset
             log().info("partition_taken", partition=partition.number, offset=counts.offset, rows=counts.rows)
         return positions
 
     def _revoked(self, partitions: Sequence[Partition]) -> None:
+        self._await_stores()
         for partition in partitions:
             if self._counts.pop(partition, None) is not None:
                 log().info("partition_given_up", partition=partition.number)
@@ -212,7 +228,13 @@ class Ingest:
         self._again = True
         self._counts.clear()
 
+    def _await_stores(self) -> None:
+        """Whoever loads a partition next finds what is on its way, or it never comes."""
+        self._storing.submit(bool).result()
+
     def _leave(self) -> None:
+        self._await_stores()
+        self._in_hand = None
         reader, self._reader, self._again = self._reader, None, False
         self._counts.clear()
         if reader is not None:
@@ -221,16 +243,24 @@ class Ingest:
     # One batch: records of some partitions
 
     def _take_all(self, chunks: Sequence[Chunk]) -> None:
-        in_hand: _InHand | None = None
+        """One chunk is judged and counted, and the next one polled, while the one before is stored: Redis and this process work at once."""
         for chunk in chunks:
             following: _InHand | None = None
             with contextlib.suppress(_DroppedError):
                 following = self._take(chunk)
-            with contextlib.suppress(_DroppedError):
-                self._finish(in_hand)
-            in_hand = following
+            loaded_again = self._finish_last()
+            self._in_hand = following
+            if loaded_again:  # and so without what follows
+                self._finish_last()
+        if not chunks:
+            self._finish_last()
+
+    def _finish_last(self) -> bool:
+        """Whether the partition had to be loaded again."""
+        in_hand, self._in_hand = self._in_hand, None
         with contextlib.suppress(_DroppedError):
-            self._finish(in_hand)
+            return self._finish(in_hand)
+        return True
 
     def _take(self, chunk: Chunk) -> _InHand | None:
         """Judges and counts a chunk; the storing has begun when this returns."""
@@ -241,6 +271,11 @@ class Ingest:
             self._metrics.ingest_records.labels(result="lost").inc(chunk.lost)
             log().warning("records_lost", partition=chunk.partition.number, lost=chunk.lost, then="reading on from the oldest one kept")
         begin = counts.offset or 0
+        before, self._polled[chunk.partition] = self._polled.get(chunk.partition, 0), chunk.next_offset
+        if begin < before and chunk.next_offset > before:
+            # What was polled before this is not in these counts: taking this in would pass it over.
+            self._read_again()
+            return None
         if chunk.next_offset <= begin:
             if self._began_anew(chunk, begin):
                 self._wipe(chunk.partition, counts, "stream_anew")
@@ -296,23 +331,30 @@ class Ingest:
         }
         commit = self._tables.prepare(chunk.partition.number, expected, counts, changes)
         storing = self._storing.submit(self._tables.store, commit)
-        return _InHand(chunk, decoded, begin, results | {"bad": len(rows.bad)}, commit, [storing])
+        return _InHand(chunk, decoded, begin, counts.newest_s, results | {"bad": len(rows.bad)}, commit, [storing])
 
-    def _finish(self, in_hand: _InHand | None) -> None:
-        """Returns when it is stored, by us or by others, or must be read again."""
+    def _finish(self, in_hand: _InHand | None) -> bool:
+        """Returns when it is stored, by us or by others, or must be read again; whether the partition had to be loaded again."""
+        loaded_again = False
         while in_hand is not None:
             answer = self._ask(partial(self._stored, in_hand), in_hand.chunk.partition)
             if answer == "ok":
                 for result, count in in_hand.results.items():
                     self._metrics.ingest_records.labels(result=result).inc(count)
-                return
+                counts = self._counts.get(in_hand.chunk.partition)
+                if self._reader is not None and counts is not None:
+                    counts.stored_s = max(counts.stored_s, in_hand.newest_s)
+                    self._reader.done({in_hand.chunk.partition: in_hand.chunk.next_offset})
+                break
+            loaded_again = True
             partition = in_hand.chunk.partition
             found = self._load_after(answer, partition)
             if (found.offset or 0) < in_hand.begin:
                 self._read_again()
-                return
+                break
             self._counts[partition] = found
             in_hand = self._begin(in_hand.chunk, in_hand.decoded)
+        return loaded_again
 
     def _stored(self, in_hand: _InHand) -> str:
         """The answer to the first try, which has begun, or to a further one."""
@@ -393,7 +435,7 @@ class Ingest:
         """Moves hours that can't change any more, and are older than `keep_s`, from Redis to the history."""
         keep_s = max(self._options.keep_s if keep_s is None else keep_s, self._options.late_s)
         for partition, counts in self._counts.items():
-            closed = sorted(hour for hour in counts.hours if (hour + 1) * _HOUR_S <= counts.newest_s - keep_s)
+            closed = sorted(hour for hour in counts.hours if (hour + 1) * _HOUR_S <= counts.stored_s - keep_s)
             if not closed or self._clock.steady_s() < self._history_again_s:
                 continue
             try:
