@@ -542,3 +542,16 @@ def test_a_snapshot_of_something_else_is_refused() -> None:
         other.restore(machine.snapshot())
     with pytest.raises(InputError, match="not a snapshot"):
         other.restore({"weights": 3})
+
+
+def test_switched_off_nothing_that_was_said_before_ranks_anything() -> None:
+    """What was asked for since the last plan was ranked by its row; off, all are ranked by their last use alone."""
+    bench = Bench({"a": 50, "b": 50, "c": 50})
+    for model in "ab":
+        bench.tell(ev.Requested(ModelName(model), bench.now_s + 1.0, index=1.0))
+        bench.tell(ev.WeightsLoaded(key(model), Tier.HOST))
+    bench.tell(ev.Requested(ModelName("c"), bench.now_s + 1.0, index=1e-9))
+    assert Tier.HOST not in bench.tiers("c"), "switched on, it is not worth its victims"
+    bench.tell(ev.SwitchedOff())
+    bench.tell(ev.Requested(ModelName("c"), bench.now_s + 1.0, index=1e-9))
+    assert [e.key for e in bench.of(ev.EvictWeights)] == [key("a")], "what was used longest ago makes room"

@@ -93,6 +93,8 @@ class Running:
         """Returns when every row that the request log has by now was learned from: a plan that began later has seen them."""
         plans = self.metric("prefetcher_plans_total")
         eventually(lambda: self.metric("prefetcher_plans_total") >= plans + 2)
+        # The controller looks at the stream within a twentieth of a second.
+        threading.Event().wait(0.3)
         eventually(lambda: self.metric("prefetcher_stream_lag_bytes") == 0)
 
     def counted(self, rows: int) -> bool:

@@ -119,7 +119,8 @@ class Controller:
             UnavailableError: the state store does not answer.
         """
         self.fence = self._state.next_number(records.EPOCH) if fence is None else fence
-        raw, shadows, hints = self._state.read_many([records.LEARNED, records.SHADOWS, records.HINTS])
+        raw, shadows, hints, switch = self._state.read_many([records.LEARNED, records.SHADOWS, records.HINTS, records.SWITCH])
+        self._switched_on = records.strictest([switch]).on
         if raw is not None:
             try:
                 self._learner.restore(raw)
@@ -129,6 +130,7 @@ class Controller:
                 log().info("learned_restored", positions=len(self._learner.positions), rows=self._learner.traffic.rows)
             except (ValueError, KeyError, TypeError) as exc:
                 log().error("snapshot_unreadable", reason=str(exc), then="learning again from the request log")
+        self._metrics.learned.set(self._learner.traffic.rows)
         self._saved = dict(self._learner.positions)
         self._intake = intake = Intake(self._streams, self._learner.positions, self._metrics, self._read_request)
         self._metrics.lag.set_function(lambda: float(intake.lag))
@@ -237,6 +239,7 @@ class Controller:
                 self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
             self._let_shadows_see(taken, now_s if caught_up else -np.inf)
             self.alive_s = self._clock.steady_s()
+            self._metrics.learned.set(self._learner.traffic.rows)
             self._nodes.served(taken.rows)
             for row in taken.rows:
                 self._hints.used(row.model, row.ts)

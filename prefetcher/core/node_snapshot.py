@@ -65,7 +65,7 @@ def _state_of(links: Links, plans: Plans) -> _State:
         weights=list(holdings.weights.values()),
         serving=list(holdings.serving.values()),
         movers=sorted(holdings.mover.items()),
-        planned=plans.planned,
+        planned=list(plans.planned),
         seen=list(plans.seen),
         active=list(links.active),
     )
@@ -94,6 +94,6 @@ def restore_node(snapshot: dict[str, Any], links: Links, plans: Plans) -> None:
     for tier in Tier:
         holdings.in_tier[tier] = {w.key: w.copies[tier] for w in state.weights if tier in w.copies}
         holdings.used_bytes[tier] = sum(holdings.weights[key].bytes for key in holdings.in_tier[tier])
-    plans.planned = state.planned
+    plans.planned = dict.fromkeys(state.planned)
     plans.seen = dict.fromkeys(state.seen)
     links.active = dict.fromkeys(state.active)

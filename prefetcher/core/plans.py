@@ -34,8 +34,22 @@ class Plans:
         self.revision = -1
         self.allows_prefetch = True
         self.switched_off = False
-        self.planned: list[WeightsKey] = []
+        #: Weights that something is known of: those of the plan, and those that were asked for since.
+        self.planned: dict[WeightsKey, None] = {}
         self.seen: dict[DecisionId, None] = {}
+
+    def rank(self, weights: Weights, index: float) -> None:
+        """What a held byte saves by what was said since the last plan; it holds until the next."""
+        weights.index = index
+        self.planned[weights.key] = None
+
+    def forget_worth(self) -> None:
+        """Nothing is known of any weights but their last use."""
+        for key in self.planned:
+            self.holdings.weights[key].index = None
+            self.holdings.weights[key].in_shadow = None
+            self.holdings.weights[key].pinned_by_plan = False
+        self.planned = {}
 
     def received(self, plan: Plan) -> None:
         why = ""
@@ -51,11 +65,7 @@ class Plans:
         self.fence, self.revision = plan.fence, plan.revision
         self.links.price_per_byte_s = plan.price_per_byte_s
         self.allows_prefetch = plan.prefetch_enabled
-        for key in self.planned:
-            self.holdings.weights[key].index = None
-            self.holdings.weights[key].in_shadow = None
-            self.holdings.weights[key].pinned_by_plan = False
-        self.planned = []
+        self.forget_worth()
         for desired in plan.desired:
             weights = self.holdings.resolve(desired.key)
             if weights is None:
@@ -65,7 +75,7 @@ class Plans:
             weights.pinned_by_plan = desired.pinned
             if weights.pinned:
                 self.links.active[weights.key] = None
-            self.planned.append(weights.key)
+            self.planned[weights.key] = None
         kept = {d.order.decision_id for d in plan.desired if d.order is not None}
         for weights in self.links.active_weights():
             for goal, pending in list(weights.pending.items()):

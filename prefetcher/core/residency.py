@@ -116,6 +116,7 @@ class ResidencyMachine:
                 self.plans.switched_off = True
                 self.holdings.observing = self.limits.observe
                 self.plans.stop_prefetching("switched_off")
+                self.plans.forget_worth()
             case ev.SwitchedOn():
                 self.plans.switched_off = False
                 self.holdings.observing = self.limits.observe or event.observe
@@ -202,8 +203,8 @@ class ResidencyMachine:
         if weights is None:
             self._skip("request", "unknown_model")
             return
-        if event.index is not None:
-            weights.index = event.index
+        if event.index is not None and not self.plans.switched_off:
+            self.plans.rank(weights, event.index)
         if event.counted:
             return
         found = self.transfers.found(weights)
@@ -484,7 +485,7 @@ class ResidencyMachine:
             self.transfers.end_pending(weights, goal, Ending.REPLACED, "no_copy", self._now_s)
         self.holdings.forget(key)
         self.links.active.pop(key, None)
-        self.plans.planned = [planned for planned in self.plans.planned if planned != key]
+        self.plans.planned.pop(key, None)
 
     # --- memory, for the ledger ---
 

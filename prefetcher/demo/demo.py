@@ -104,6 +104,6 @@ def _learn(folder: Path, models_dir: Path, host: int, before: Sequence[Arrival],
         rows = [{"model": a.model, "ts": start_s + a.at_s} for a in before]
         for first in range(0, len(rows), _ROWS_A_POST):
             node.ask("/v1/requests", rows[first : first + _ROWS_A_POST])
-        while node.lag_bytes() != 0:
+        while node.learned_rows() < len(rows):
             clock.wait(never, 0.2)
     return folder / "state"

@@ -125,9 +125,9 @@ class DemoNode:
         except (urllib.error.URLError, OSError) as exc:
             raise UnavailableError(f"the demo's node does not answer at {self.url}{path}: {exc}") from exc
 
-    def lag_bytes(self) -> float:
-        """How much of the request log was not learned from yet."""
-        return _gauge(self._text("/metrics"), "prefetcher_stream_lag_bytes")
+    def learned_rows(self) -> int:
+        """How many requests were learned from."""
+        return int(_gauge(self._text("/metrics"), "prefetcher_learned_rows"))
 
     def read(self) -> Reading:
         status, metrics = self.ask("/v1/status"), self._text("/metrics")

@@ -74,6 +74,7 @@ class Metrics:
         self.ingest_batch_time = Histogram(
             "prefetcher_ingest_batch_seconds", "Time to take in one batch.", registry=registry, buckets=_PLAN_BUCKETS
         )
+        self.learned = Gauge("prefetcher_learned_rows", "Requests learned from since ever, by the controller here.", registry=registry)
         self.ingest_lag = Gauge("prefetcher_ingest_lag_records", "Records not polled yet.", registry=registry)
         self.ingest_waits = Counter(
             "prefetcher_ingest_waits_total", "Tries that failed and are repeated.", ["reason"], registry=registry
