@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,28 @@ def test_nobody_is_open_to_others_by_accident(host: str, is_open: bool, fine: bo
     with pytest.raises(SettingsError, match="PREFETCHER_API__KEYS_FILE"):
         Access.of(settings, VirtualClock())
     assert not is_loopback(host)
+
+
+def test_prefetcher_up_does_not_start_open_to_others(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "prefetcher",
+        "up",
+        "--models",
+        "models",
+        "--state-dir",
+        "st",
+        "--host-bytes",
+        "1MB",
+        "--host",
+        "0.0.0.0",
+    ]
+    done = subprocess.run([*command, "--port", "0"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 0.0.0.0 is an address that others reach")
+    assert not (tmp_path / "st").exists()
 
 
 @pytest.mark.parametrize(
