@@ -1,7 +1,8 @@
 """Settings: small groups, read once at the command line, refused when unknown or out of range.
 
-Every setting can be given as an environment variable, `PREFETCHER_<GROUP>__<NAME>` (`PREFETCHER_NODE__HOST_BYTES=8GB`); the options of
-`prefetcher up` win over it. `docs/settings.md` is the reference. Covers no command-line option that is not a setting.
+Every setting can be given as an environment variable, `PREFETCHER_<GROUP>__<NAME>` (`PREFETCHER_NODE__HOST_BYTES=8GB`), or in a TOML file
+with a table for each group, which the environment wins over; options of commands win over both. `docs/settings.md` is the reference.
+Covers no command-line option that is not a setting.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import difflib
 import math
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
+from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from prefetcher.errors import SettingsError
 
@@ -35,7 +38,7 @@ __all__ = [
 
 PREFIX = "PREFETCHER_"
 #: Variables that begin with the prefix and are no settings of `prefetcher up`: what clients, tests and benchmarks read.
-_NOT_SETTINGS = re.compile(r"PREFETCHER_(TEST_\w+|TRACES|SOCKET|URL|KEY|BENCH_\w+|DEMO_\w+)$")
+_NOT_SETTINGS = re.compile(r"PREFETCHER_(TEST_\w+|TRACES|SOCKET|URL|CONFIG|KEY|BENCH_\w+|DEMO_\w+)$")
 _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     prefix + suffix: int(base**power)
     for base, suffix in ((1000, "B"), (1024, "IB"), (1000, ""))
@@ -58,6 +61,9 @@ def parse_bytes(text: str | int | float) -> int:
         raise ValueError(f"{text!r} is not a size: no machine has as much")
     return round(size)
 
+
+#: Settings that are never shown, or only without what they hold of a password.
+_SECRETS = frozenset({"kafka.password", "state.url"})
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
@@ -202,11 +208,14 @@ def setting_names() -> dict[str, str]:
     return names
 
 
-def load_settings(overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Settings:
+def load_settings(overrides: Mapping[str, Mapping[str, Any]] | None = None, file: Path | None = None) -> Settings:
     """The settings from the environment, with `overrides` by group (command-line options) over them; None leaves a setting as it is.
 
+    `file`, or else the one that `PREFETCHER_CONFIG` names, says what neither of them does.
+
     Raises:
-        SettingsError: an unknown variable, or a value that is out of range; the message names it and what was expected.
+        SettingsError: an unknown variable or key, a value that is out of range, or a file that is not TOML; the message names it and
+            what was expected.
     """
     known = setting_names()
     for variable in sorted(os.environ):
@@ -215,13 +224,53 @@ def load_settings(overrides: Mapping[str, Mapping[str, Any]] | None = None) -> S
             hint = f"; did you mean {close[0]}?" if close else "; the reference of settings lists all"
             raise SettingsError(f"{variable} is not a setting{hint}")
     given = {group: {name: value for name, value in values.items() if value is not None} for group, values in (overrides or {}).items()}
+    named = os.environ.get(f"{PREFIX}CONFIG")
+    source = file if file is not None else Path(named) if named else None
+    of_file = {} if source is None else _read_file(source)
+
+    class FromFile(Settings):
+        """Settings that also ask the file, after the environment."""
+
+        @classmethod
+        def settings_customise_sources(
+            cls, settings_cls: type[BaseSettings], init_settings: Source, env_settings: Source, *others: Source, **more: Source
+        ) -> tuple[Source, ...]:
+            return init_settings, env_settings, InitSettingsSource(settings_cls, of_file)
+
     try:
         groups: dict[str, Any] = {group: values for group, values in given.items() if values}
-        return Settings(**groups)
+        return FromFile(**groups)
     except ValidationError as exc:
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         reason = str(first["msg"]).removeprefix("Value error, ")
-        raise SettingsError(f"{where} = {first['input']!r}: {reason}") from exc
+        given_value = "(hidden)" if where in _SECRETS else repr(first["input"])
+        raise SettingsError(f"{where} = {given_value}: {reason}" + ("" if source is None else f" (the file is {source})")) from exc
     except ValueError as exc:  # pydantic-settings: a group's variable that is not JSON
         raise SettingsError(str(exc)) from exc
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as exc:
+        raise SettingsError(f"{path} can't be read ({exc.strerror}); name another file with --config") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise SettingsError(f"{path} is not TOML: {exc}; write a table for each group, as [node] host_bytes = '8GB'") from exc
+
+
+def without_password(url: str) -> str:
+    """`url` as it may be shown."""
+    return re.sub(r"(://[^:@/]*):[^@]*@", r"\1:***@", url)
+
+
+def shown(settings: Settings) -> dict[str, str]:
+    """Every setting's value by variable, as it may be shown: passwords are hidden."""
+    values: dict[str, str] = {}
+    for group in Settings.model_fields:
+        inner = getattr(settings, group)
+        for name in type(inner).model_fields:
+            value = getattr(inner, name)
+            text = "" if value is None else str(value)
+            values[f"{PREFIX}{group}__{name}".upper()] = without_password(text) if f"{group}.{name}" == "state.url" else text
+    return values

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -93,7 +94,8 @@ class RedisState:
     """
 
     def __init__(self, url: str, timeout_s: float = PATIENT_S, why_away: Callable[[], str] | None = None) -> None:
-        self._url = url
+        #: Without the password that an address may carry.
+        self._shown = re.sub(r"(://[^:@/]*):[^@]*@", r"\1:***@", url)
         self._why_away = why_away
         try:
             self._redis = redis.Redis.from_url(
@@ -104,7 +106,7 @@ class RedisState:
             )
         except ValueError as exc:
             raise UnavailableError(
-                f"{url!r} is no address of a state server ({exc}); write redis://host:port/0"
+                f"{self._shown!r} is no address of a state server ({exc}); write redis://host:port/0"
             ) from exc
         self._fenced = self._redis.register_script(_FENCED)
         self._replaced = self._redis.register_script(_REPLACED)
@@ -119,7 +121,7 @@ class RedisState:
             yield
         except redis.RedisError as exc:
             why = "" if self._why_away is None else self._why_away()
-            raise UnavailableError(why or f"the state server at {self._url} does not answer: {exc}") from exc
+            raise UnavailableError(why or f"the state server at {self._shown} does not answer: {exc}") from exc
 
     def read(self, key: str) -> bytes | None:
         with self._answering():
