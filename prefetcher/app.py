@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 
+from redis.exceptions import RedisError
+
 from prefetcher.agent.agent import Agent, AgentOptions
 from prefetcher.agent.hearing import Hearing
 from prefetcher.agent.hostfolder import check_lock
 from prefetcher.agent.telling import Telling
 from prefetcher.api.health import make_health_endpoint
 from prefetcher.api.hints import STORE_S
-from prefetcher.api.keys import Access
 from prefetcher.api.service import Service
 from prefetcher.clock import Clock, ScaledClock, SystemClock
 from prefetcher.config import Settings
@@ -34,9 +35,9 @@ from prefetcher.controller.leadership import Leadership
 from prefetcher.controller.learner import Learner, ScheduledPredictor
 from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName, RequestSeen
-from prefetcher.errors import BudgetError, SettingsError, TemporaryError
+from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
 from prefetcher.ingest.ingest import Ingest, IngestOptions
-from prefetcher.ingest.tables import connect
+from prefetcher.ingest.tables import TablesReader, connect
 from prefetcher.ports import Streams, StreamWriter, Topic
 from prefetcher.process import Process, listen
 from prefetcher.telemetry.logs import log
@@ -99,7 +100,11 @@ class App(Process):
             _check_shared(settings, self._command)
         if Role.AGENT in self._roles:
             _check_machine(settings)
-        access = Access.of(settings.api, self.clock) if Role.API in self._roles else None
+        access = None
+        if Role.API in self._roles:
+            from prefetcher.api.keys import Access
+
+            access = Access.of(settings.api, self.clock)
         listener = listen(settings.api.host, settings.api.port)
         self.closes("listener", listener.close)
         self._streams = self._open_streams()
@@ -133,12 +138,7 @@ class App(Process):
     # --- what roles share ---
 
     def _open_streams(self) -> Streams:
-        given = self._settings.kafka
-        streams: Streams
-        if given.brokers is None:
-            streams = FileStreams(self._folder, self._settings.stream.segment_bytes, self._settings.stream.keep_segments)
-        else:
-            streams = KafkaStreams(kafka_options(self._settings))
+        streams = open_streams(self._settings)
         self.closes("streams", streams.close)
         streams.prepare()
         return streams
@@ -322,6 +322,36 @@ class App(Process):
         except TemporaryError as exc:
             found.append(str(exc))
         return [problem for problem in found if problem]
+
+
+def open_streams(settings: Settings) -> Streams:
+    """The streams that the settings name; nothing is opened or asked yet."""
+    if settings.kafka.brokers is not None:
+        return KafkaStreams(kafka_options(settings))
+    folder = settings.state.dir.expanduser().absolute()
+    return FileStreams(folder, settings.stream.segment_bytes, settings.stream.keep_segments)
+
+
+def forget_user(settings: Settings, user: str) -> bool:
+    """Deletes what the tables hold of a user; whether there was anything.
+
+    Raises:
+        UnavailableError: the state server does not answer.
+    """
+    with contextlib.ExitStack() as closing:
+        url = settings.state.url
+        if url is None:
+            server = EmbeddedServer(settings.state.dir.expanduser().absolute() / "state")
+            url = server.url
+            if not server.answers():
+                server.start()
+                closing.callback(server.stop)
+        client = connect(url)
+        closing.callback(client.close)
+        try:
+            return TablesReader(client).forget(user)
+        except RedisError as exc:
+            raise UnavailableError(f"the state server does not answer: {exc}; start it, or try again later") from exc
 
 
 def kafka_options(settings: Settings) -> KafkaOptions:

@@ -10,14 +10,14 @@ import importlib
 import importlib.util
 import inspect
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from prefetcher.errors import PrefetcherError, UnavailableError, UsageError
+from prefetcher.cli_roles import Config, add_commands, run_app
+from prefetcher.errors import PrefetcherError, UsageError
 
 __all__ = ["app", "main"]
 
@@ -66,8 +66,9 @@ def up(
     snapshot_s: Annotated[float | None, typer.Option(help="Seconds between snapshots of what was learned.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, human or json.")] = None,
+    config: Config = None,
 ) -> None:
-    """Runs controller, agent, HTTP endpoint and ledger on this machine until Ctrl-C or SIGTERM."""
+    """Runs all roles in one process on this machine, until Ctrl-C or SIGTERM."""
     from prefetcher.config import load_settings
     from prefetcher.telemetry.logs import configure
 
@@ -92,7 +93,8 @@ def up(
             "state": {"dir": state_dir, "url": state_url, "snapshot_s": snapshot_s},
             "stream": {"follow": follow, "map": map_, "tz": tz},
             "log": {"level": log_level, "format": log_format},
-        }
+        },
+        config,
     )
     for option in ("map", "tz"):
         if settings.stream.follow is None and option in settings.stream.model_fields_set:
@@ -100,17 +102,7 @@ def up(
     configure(settings.log.level, settings.log.format)
     from prefetcher.app import App
 
-    application = App(settings)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: application.ask_to_stop())
-    application.start()
-    typer.echo(f"prefetcher is up at {application.address}")
-    try:
-        application.wait()
-    finally:
-        application.stop()
-    if application.failure:
-        raise UnavailableError(application.failure)
+    run_app(App(settings), "prefetcher")
 
 
 @app.command()
@@ -282,6 +274,9 @@ def compile_() -> None:
     from prefetcher.compiling import compile_command
 
     compile_command()
+
+
+add_commands(app)
 
 
 def _check_folder(out: Path) -> None:

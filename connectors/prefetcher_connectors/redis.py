@@ -251,6 +251,16 @@ class EmbeddedServer:
         self._process: subprocess.Popen[Any] | None = None
         self._failed = ""
 
+    def answers(self) -> bool:
+        """Whether a server, of this process or another, answers in the folder now."""
+        client = redis.Redis(unix_socket_path=str(self._socket), socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
+        try:
+            return bool(client.ping())
+        except redis.RedisError:
+            return False
+        finally:
+            client.close()
+
     def start(self, timeout_s: float = 20.0, stop: threading.Event | None = None) -> None:
         """Starts the server and returns when it answers, or when `stop` is set."""
         stop = stop or threading.Event()
