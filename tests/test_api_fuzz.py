@@ -143,6 +143,25 @@ def test_every_example_of_the_schema_is_taken(setup: Setup) -> None:
     assert tried > 10
 
 
+def test_every_route_shows_an_answer_and_its_parameters(setup: Setup) -> None:
+    schema = setup.http.get("/openapi.json").json()
+    parts = schema["components"]["schemas"]
+
+    def has_example(found: dict[str, Any]) -> bool:
+        name = found.get("$ref", "").rpartition("/")[2] or found.get("items", {}).get("$ref", "").rpartition("/")[2]
+        return any(
+            "example" in json.dumps(field) or "$ref" in json.dumps(field) for field in parts.get(name, {}).get("properties", {}).values()
+        )
+
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            answer = next(answer for status, answer in operation["responses"].items() if status.startswith("2"))
+            content = next(iter(answer["content"].values()))
+            assert "example" in content or has_example(content["schema"]), path
+            for parameter in operation.get("parameters", []):
+                assert parameter["in"] != "path" or "examples" in parameter["schema"], (path, parameter)
+
+
 def test_the_schema_knows_its_own_parts_and_errors_are_problems(setup: Setup) -> None:
     schema = setup.http.get("/openapi.json").json()
     text = json.dumps(schema)

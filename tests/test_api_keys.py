@@ -162,13 +162,16 @@ def test_a_keys_rate(setup: Setup) -> None:
 def test_without_keys_only_near_pages_may_ask() -> None:
     with Setup() as setup:
         setup.report()
-        for origin in ("http://localhost:3000", "http://127.0.0.1:8371", "http://[::1]:3000", "http://testserver"):
+        for origin in ("http://localhost:3000", "http://127.0.0.1:8371", "http://[::1]:3000"):
             assert setup.http.post("/v1/hints", json={"model": "m0"}, headers={"Origin": origin}).status_code == 202
             assert setup.http.post("/v1/on", headers={"Origin": origin}).status_code == 200
-        for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://["):
+        for origin in ("https://evil.example", "null", "http://localhost.evil.example", "http://testserver", "http://10.0.0.7", "http://["):
             assert setup.http.post("/v1/hints", json={"model": "m0"}, headers={"Origin": origin}).status_code == 403
             assert setup.http.post("/v1/off", headers={"Origin": origin}).status_code == 403
         assert setup.node.on
+        for host, status in (("10.0.0.7:8371", 202), ("10.0.0.7", 403), ("evil.example:8371", 403)):
+            headers = {"Origin": f"http://{host.split(':')[0]}:8371", "Host": host}
+            assert setup.http.post("/v1/hints", json={"model": "m0"}, headers=headers).status_code == status, host
 
 
 # --- at the start ---

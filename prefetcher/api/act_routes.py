@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Path, Query, Request
 
 from prefetcher.api.acts import in_words
 from prefetcher.api.bodies import read_object
@@ -85,7 +85,7 @@ def add_acts(app: FastAPI, service: Service, access: Access) -> None:
         )
         def do(
             request: Request,
-            model: str,
+            model: Annotated[str, Path(examples=["llama-8b"])],
             raw: Annotated[bytes, Depends(_act_body)],
             node: Annotated[str | None, Query(description="the node to do it on; this process's own where absent")] = None,
         ) -> Any:

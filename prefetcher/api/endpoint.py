@@ -59,7 +59,12 @@ def _add_health(app: FastAPI, service: Service) -> None:
     def readyz() -> Any:
         return health()
 
-    @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
+    @app.get(
+        "/metrics",
+        summary="Metrics for Prometheus",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}, "example": "prefetcher_prefetching 1.0\n"}}}},
+    )
     def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -23,6 +23,8 @@ __all__ = ["add_hints", "add_requests"]
 #: Rows in one post: ten thousand rows of 300 bytes are 3 MB, under the default limit of bodies.
 _MOST_RECORDS = 10_000
 _MOST_HINTS = 100
+#: A hint with long names in all its fields has 3 kB.
+_MOST_BYTES = 400_000
 #: An idempotency key is somebody's id of a post, no text.
 _MOST_KEY = 200
 #: Clocks of gateways may be this far ahead of ours.
@@ -118,7 +120,11 @@ def add_hints(app: FastAPI, service: Service, access: Access) -> None:
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= _MOST_KEY:
             raise HTTPException(400, f"an idempotency key has 1 to {_MOST_KEY} characters")
+        if access.named(request.headers):
+            require(access.caller(request.headers), "hint")  # a body is not read for whoever may not send it
         raw = await request.body()
+        if len(raw) > _MOST_BYTES:
+            raise HTTPException(413, f"a post of hints may have {_MOST_BYTES} bytes; send fewer at once")
         hints, single = read_list(raw, _hints, _MOST_HINTS, "hint")
         caller = admit(request, hints, single)
         try:

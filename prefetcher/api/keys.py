@@ -109,6 +109,10 @@ class Access:
             raise HTTPException(403, f"{_cut(origin)} is none of the origins of key {found.name!r}; add it in the file of keys")
         return found
 
+    def named(self, headers: Mapping[str, str]) -> bool:
+        """Whether who calls is known, rightly or not, before his body is read."""
+        return not self._callers or _in_headers(headers) is not None
+
     def _find(self, key: str | None) -> Caller | None:
         if key is None:
             return None
@@ -214,13 +218,17 @@ def _origin_of(text: str) -> str:
 
 
 def _is_near(origin: str, host: str) -> bool:
-    """Whether a page is of this endpoint itself, or of this machine."""
+    """Whether a page is of this machine, or of this endpoint itself where that is named by its number: a name may be made to lead here by
+    anybody (DNS rebinding)."""
     try:
         parts = urlsplit(origin)
         name = parts.hostname or ""
+        if is_loopback(name):
+            return True
+        ipaddress.ip_address(name)
     except ValueError:
         return False
-    return parts.netloc == host or is_loopback(name)
+    return parts.netloc == host
 
 
 def _cut(text: str) -> str:

@@ -6,7 +6,7 @@ import hashlib
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi import Depends, FastAPI, Path, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from prefetcher.api.fleet import FORECAST_HORIZONS_S, View
@@ -23,6 +23,29 @@ __all__ = ["add_questions"]
 #: How routers may keep an answer: as long as reports are apart.
 _CACHE_CONTROL = "max-age=1"
 Node = Annotated[str | None, Query(description="a node's name, or * for all; this process's own where absent", examples=["node-0"])]
+
+
+_ORDER = {
+    "decision_id": "3f0c5b1a9d2e4c77",
+    "node": "node-0",
+    "model": "llama-8b",
+    "version": "3585571e93f0",
+    "tier": "host",
+    "cause": "forecast",
+    "arm": "treated",
+    "issued_s": 1767225600.25,
+    "begin_s": 1767225600.26,
+    "ready_s": 1767225600.48,
+    "first_use_s": 1767225631.0,
+    "outcome": "timely",
+    "bytes": 39994128,
+    "contributions": [["hazard", 0.8]],
+}
+_TOTALS = {"rows": 12, "cold_starts": 2, "cold_seconds": 3.5, "outcomes": {"timely": 1}, "accuracy": 1.0, "idle_byte_seconds": 1.2e12}
+
+
+def _example(value: Any) -> dict[int | str, dict[str, Any]]:
+    return {200: {"content": {"application/json": {"example": value}}}}
 
 
 def _ready_in_s(report: NodeReport, held: HeldWeights) -> float | None:
@@ -97,7 +120,7 @@ def add_questions(app: FastAPI, service: Service, access: Access) -> None:
         dependencies=may_read,
         summary="How likely a model is used soon",
     )
-    async def forecast(model: str) -> ForecastAnswer:
+    async def forecast(model: Annotated[str, Path(examples=["llama-8b"])]) -> ForecastAnswer:
         now = await view()
         told, now_s = now.forecasts, service.now_s
         if told is None or now_s > told.until_s:
@@ -116,7 +139,7 @@ def add_questions(app: FastAPI, service: Service, access: Access) -> None:
 
     @app.get(
         "/v1/orders",
-        responses=PROBLEMS,
+        responses=PROBLEMS | _example([_ORDER]),
         dependencies=may_read,
         summary="The last prefetches, newest first, with outcomes and contributions",
     )
@@ -127,7 +150,9 @@ def add_questions(app: FastAPI, service: Service, access: Access) -> None:
     ) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(order) for order in service.orders(count, model, node)]
 
-    @app.get("/v1/report", responses=PROBLEMS, dependencies=may_read, summary="What prefetches earned and wasted, in total")
+    @app.get(
+        "/v1/report", responses=PROBLEMS | _example(_TOTALS), dependencies=may_read, summary="What prefetches earned and wasted, in total"
+    )
     def report(node: Node = None) -> dict[str, Any]:
         return service.totals(node)
 
