@@ -18,6 +18,7 @@ from prefetcher.api.fleet import Fleet
 from prefetcher.api.keys import Access, Caller
 from prefetcher.clock import SystemClock
 from prefetcher.controller import records
+from prefetcher.controller.records import HeldWeights
 from prefetcher.core.types import NodeName
 from prefetcher.ports import Acted, StateStore
 from prefetcher.telemetry.metrics import Metrics
@@ -104,6 +105,19 @@ def test_what_was_unpinned_elsewhere_is_unpinned_here(setup: Setup, others: Else
         assert elsewhere.http.post("/v1/models/m0:unpin").status_code == 200
     setup.service.by_hand.look_after()
     assert setup.node.acts == [("pin", "m0"), ("unpin", "m0")]
+
+
+def test_what_is_unpinned_on_one_node_is_unpinned_where_it_still_is(setup: Setup, others: Elsewhere) -> None:
+    setup.http.post("/v1/models/m0:pin")
+    setup.service.by_hand.look_after()
+    setup.virtual.advance(1.0)
+    held = [HeldWeights("m0", "v", "host", "ready", 1000, pinned=True)]
+    setup.report(report_of(held=held), report_of("node-1", held), report_of("node-2"))
+    setup.http.post("/v1/models/m0:unpin")
+    setup.service.by_hand.look_after()
+    assert {node: found.acts for node, found in others.nodes.items()} == {"node-1": [("unpin", "m0")]}
+    setup.service.by_hand.look_after()
+    assert len(others.nodes[NodeName("node-1")].acts) == 1
 
 
 def test_pins_of_older_versions_have_no_end(setup: Setup) -> None:

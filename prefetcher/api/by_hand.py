@@ -216,7 +216,7 @@ class ByHand:
                 self.look_after()
 
     def look_after(self) -> None:
-        """Ends pins and switches whose time is up, and unpins here what somebody unpinned elsewhere. Raises UnavailableError."""
+        """Ends pins and switches whose time is up, and unpins on every node what was unpinned on one. Raises UnavailableError."""
         now_s = self._clock.now_s()
         keys = [records.SWITCH, *(records.node_key(node, "switch") for node in self._nodes())]
         if self._group:
@@ -228,11 +228,10 @@ class ByHand:
             self._change_pins(lambda found: {name: pin for name, pin in found.items() if over.get(name) != pin})
             log().info("pins_ended", models=sorted(over))
         standing = frozenset(pins) - frozenset(over)
-        if self._own is not None:
-            for model in sorted(self._pins_seen - standing | frozenset(over)):
-                with contextlib.suppress(ModelNotFoundError):
-                    self._own.act("unpin", model)
-        if over or self._pins_seen - standing:
+        gone = self._pins_seen - standing | frozenset(over)
+        for model in sorted(gone):
+            self._unpin_everywhere(model)
+        if gone:
             self._wake("unpin")
         self._pins_seen = standing
         for key, raw in zip(keys, switches, strict=True):
@@ -242,6 +241,16 @@ class ByHand:
                 if self._state.replace(key, raw, records.encode(ended)):
                     log().info("switch_ended", key=key, by=said.by)
                 self._tell(Wish(said.by))
+
+    def _unpin_everywhere(self, model: str) -> None:
+        """Here, and where a node still says that it is pinned: it may have been pinned by hand there, or have started while it was."""
+        for node, report in sorted(self._fleet.view().reports.items()):
+            if node != self._node and any(held.model == model and held.pinned for held in report.held):
+                with contextlib.suppress(TemporaryError, ModelNotFoundError, UsageError):
+                    self._hands(node).act("unpin", model)
+        if self._own is not None:
+            with contextlib.suppress(ModelNotFoundError):
+                self._own.act("unpin", model)
 
     def _nodes(self) -> list[NodeName]:
         found = set(self._fleet.view().reports)
