@@ -24,6 +24,8 @@ from prefetcher.agent.telling import Telling
 from prefetcher.api.health import make_health_endpoint
 from prefetcher.api.hints import STORE_S
 from prefetcher.api.service import Service
+from prefetcher.batch.retention import forget_idle_users, remove_old_history
+from prefetcher.batch.scheduler import Job, Scheduler
 from prefetcher.clock import Clock, ScaledClock, SystemClock
 from prefetcher.config import Settings
 from prefetcher.controller import records
@@ -51,6 +53,8 @@ __all__ = ["App", "Role"]
 
 #: A controller that has not stepped for this long hangs; a fit never runs in its thread, and planning ten thousand models takes a second.
 _CONTROLLER_STALL_S = 30.0
+#: Between looks at what was kept long enough.
+_RETENTION_S = 3600.0
 #: Between tries to listen to calls while the store is away.
 _LISTEN_AGAIN_S = 0.5
 
@@ -116,6 +120,8 @@ class App(Process):
             self._start_ingest()
         if Role.CONTROLLER in self._roles:
             self._start_controller()
+        if Role.SCHEDULER in self._roles:
+            self._start_scheduler()
         if Role.API in self._roles:
             from prefetcher.api.endpoint import make_endpoint
 
@@ -193,11 +199,26 @@ class App(Process):
         fields = self._settings.kafka.map
         return None if fields is None else mapped_requests(fields)
 
+    # --- scheduler ---
+
+    def _start_scheduler(self) -> None:
+        client = connect(self._state_url)
+        self.closes("tables", client.close)
+        keep, tables, history = self._settings.state, TablesReader(client), self._folder / "history"
+        jobs = [
+            Job("users", _RETENTION_S, lambda: forget_idle_users(tables, self.clock, keep.users_keep_s)),
+            Job("history", _RETENTION_S, lambda: remove_old_history(history, self.clock, keep.history_keep_s)),
+        ]
+        self.run_thread("scheduler", Scheduler(self._state, self.clock, self.metrics, self._holder(), jobs).run)
+
+    def _holder(self) -> str:
+        """This process among those that do the same: a node's own name where it has one, so that it takes over from itself at once."""
+        return self._node if Role.AGENT in self._roles else f"{os.uname().nodename}/{os.getpid()}"
+
     # --- controller ---
 
     def _start_controller(self) -> None:
-        holder = self._node if Role.AGENT in self._roles else f"{os.uname().nodename}/{os.getpid()}"
-        self._leadership = leadership = Leadership(self._state, self.clock, holder)
+        self._leadership = leadership = Leadership(self._state, self.clock, self._holder())
         self.run_thread("controller", lambda stop: self._compile_and_lead(leadership, stop))
         self.run_thread("calls", self._hear_calls)
 

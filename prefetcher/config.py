@@ -123,6 +123,8 @@ class StateSettings(_Group):
 
     dir: Path = Field(default=Path("~/.local/state/prefetcher"), description="folder of the embedded server and of the request log")
     url: str | None = Field(default=None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0")
+    users_keep_s: float = Field(default=2_592_000.0, gt=0, description="how long users are kept (hashed) after their last request")
+    history_keep_s: float = Field(default=34_560_000.0, gt=0, description="how long hours of request counts are kept")
     snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of what was learned")
 
 

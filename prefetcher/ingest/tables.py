@@ -30,6 +30,8 @@ USER_KEY = "prefetcher:{installation}:user-key"
 PARTITIONS = "prefetcher:{installation}:partitions"
 #: A script of one batch takes tens of milliseconds; a server that takes its append-only file may keep everybody for a second or two.
 _TIMEOUT_S = 5.0
+#: Lua takes no more than some thousands of arguments at once.
+_FORGOTTEN_AT_ONCE = 1000
 
 _HELD = """
 local held = redis.call('HMGET', KEYS[1], 'offset', 'generation', 'rows')
@@ -72,9 +74,9 @@ return 'ok'
 )
 #: Removes a user, and makes whoever counts the partition load it again, which would else write the user back.
 _FORGET = """
-if redis.call('HDEL', KEYS[2], ARGV[1]) == 0 then return 0 end
-if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBY', KEYS[1], 'generation', 1) end
-return 1
+local gone = redis.call('HDEL', KEYS[2], unpack(ARGV))
+if gone > 0 and redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBY', KEYS[1], 'generation', 1) end
+return gone
 """
 
 _decode = msgspec.json.Decoder().decode
@@ -285,6 +287,17 @@ class TablesReader:
             int(self._forget(keys=[key(partition, "position"), key(partition, "users")], args=[hashed])) for partition in self.partitions()
         ]
         return any(removed)
+
+    def forget_idle(self, before_s: float) -> int:
+        """Deletes what is left of users whose last row is older than `before_s`; how many there were."""
+        gone = 0
+        for partition in self.partitions():
+            rows = cast("Iterable[tuple[bytes, bytes]]", self._redis.hscan_iter(key(partition, "users"), count=1000))
+            idle = [name for name, line in rows if _decode(line)[-1] < before_s]
+            for first in range(0, len(idle), _FORGOTTEN_AT_ONCE):
+                keys = [key(partition, "position"), key(partition, "users")]
+                gone += int(self._forget(keys=keys, args=idle[first : first + _FORGOTTEN_AT_ONCE]))
+        return gone
 
     def _hash(self, user: str) -> str:
         held = cast("bytes | None", self._redis.get(USER_KEY))

@@ -68,6 +68,7 @@ class Metrics:
             ["predictor", "reason"],
             registry=registry,
         )
+        self.jobs = Counter("prefetcher_jobs_total", "Scheduled jobs, by what came of them.", ["job", "result"], registry=registry)
         self.lag = Gauge("prefetcher_stream_lag_bytes", "Requests not yet learned from; NaN where no controller leads.", registry=registry)
         self.lag.set(float("nan"))
         self.ingest_records = Counter("prefetcher_ingest_records_total", "Records of the requests topic.", ["result"], registry=registry)
