@@ -20,6 +20,7 @@ from prefetcher.replay.catalog import first_few, read_catalog, read_load_times, 
         json.dumps({"models": [{"model": "a", "bytes": "5"}, {"model": "b/c", "bytes": 7}]}),
         "model,kind,bytes\na,lora,5\n\nb/c,,7\n",
         "\ufeffmodel,bytes\na,5\nb/c,7\n",
+        "model,bytes\na,5B\nb/c,0.007 kB\n",
     ],
 )
 def test_catalogs_of_every_shape(tmp_path: Path, text: str) -> None:
@@ -44,6 +45,9 @@ def test_catalogs_of_every_shape(tmp_path: Path, text: str) -> None:
         ("name,size\na,5\n", "expected the columns model and bytes, found name, size"),
         ("model,bytes\na\n", "catalog:2: expected 2 columns"),
         ("model,bytes\na,many\n", "catalog:2: model 'a' has bytes 'many'"),
+        ("model,bytes\na,16 XB\n", "bytes '16 XB'; a positive whole number is needed, or one with a unit, as 16GB"),
+        ("model,bytes\na,2000TB\n", "at most a petabyte"),
+        ("model,bytes\na,0GB\n", "positive whole number"),
         ("model,bytes,bytes\na,1,2\n", "catalog:1: has the column 'bytes' 2 times"),
         (f"model,bytes\n{'a' * 100_000},many\n", r"a… \(100,002 characters\) has bytes 'many'"),
         ("", "found nothing"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from prefetcher.compiling import compile_kernels
-from prefetcher.errors import InputError
+from prefetcher.errors import InputError, UsageError
 from prefetcher.replay import run
 from prefetcher.replay.run import replay_command
 
@@ -56,3 +57,25 @@ def test_standard_error_is_empty_or_says_that_it_compiles(
     monkeypatch.setattr(run, "compiled", lambda: False)
     replay(log, tmp_path / "out", "lru")
     assert capsys.readouterr().err == "compiling for this machine, once: about half a minute\n"
+
+
+def test_a_capacity_that_may_not_be_meant_is_questioned_at_once_and_kept_in_the_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = log_of(tmp_path / "log.csv")
+    replay_command(log=log, out=tmp_path / "out", default_bytes=GB, capacity_ratio=35.0, policy="lru,ours")
+    said = capsys.readouterr()
+    assert said.err.startswith("note: the capacity holds all models, 5 GB of weights in 175 GB")
+    assert "did you mean --capacity-ratio 0.35?" in said.err
+    assert "of 300 requests, the last 3.9 hours" in said.out
+    assert "did you mean --capacity-ratio 0.35?" in json.loads((tmp_path / "out" / "summary.json").read_text())["input"]["notes"][0]
+    assert "did you mean --capacity-ratio 0.35?" in (tmp_path / "out" / "report.html").read_text()
+    replay_command(log=log, out=tmp_path / "out", default_bytes=GB, host_bytes=10**6, policy="lru")
+    assert capsys.readouterr().err.startswith("note: no model fits: the capacity is 1 MB")
+
+
+def test_a_capacity_is_given_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not both"):
+        replay_command(log=tmp_path / "log.csv", out=tmp_path / "out", default_bytes=GB, host_bytes=GB, capacity_ratio=0.5)
+    with pytest.raises(UsageError, match="give the capacity"):
+        replay_command(log=tmp_path / "log.csv", out=tmp_path / "out", default_bytes=GB)

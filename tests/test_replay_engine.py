@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from prefetcher.errors import UsageError
 from prefetcher.replay.accounts import check_limits, read_logs, write_logs
-from prefetcher.replay.policies import parse_policy, standard_taus
+from prefetcher.replay.policies import known_policies, parse_policy, policy_in_words, standard_taus
 from prefetcher.replay.run import Simulation, replay_command
 from prefetcher.replay.trace import Trace, read_trace
 
@@ -121,6 +122,25 @@ def test_nodes_share_the_models_by_rendezvous_and_rows_may_name_one(tmp_path: Pa
 def test_unknown_policies_are_named(name: str) -> None:
     with pytest.raises(UsageError, match=name.split(":")[0]):
         parse_policy(name, standard_taus())
+
+
+def test_an_unknown_policy_is_told_every_name_that_is_known() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_policy("lruu", standard_taus())
+    said = str(caught.value)
+    names = known_policies()
+    assert all(name in said for name in names)
+    assert {"lhd-smith", "lhd-smith-bypass", "lfu:SECONDS", "ours"} <= set(names)
+    # The list is what is accepted, neither more nor less, and each is described.
+    bases = ("lru", "gdsf", "lfu:SECONDS", "sieve", "lhd", "ttl:SECONDS", "hybrid", "belady", "belady-size", "clairvoyant")
+    accepted = {"ours"}
+    for name in (base + variant for base in bases for variant in ("", "-smith", "-bypass", "-smith-bypass")):
+        with contextlib.suppress(UsageError):
+            parse_policy(name.replace("SECONDS", "60"), standard_taus())
+            accepted.add(name)
+    assert accepted == set(names)
+    assert all(policy_in_words(name.replace("SECONDS", "60")) for name in names)
+    assert policy_in_words("fifo") == ""
 
 
 def test_the_command_writes_everything_and_the_verdict_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

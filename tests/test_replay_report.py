@@ -15,11 +15,13 @@ from tiny_lru import requests, simulate
 
 from prefetcher.replay.accounts import PolicyLogs, totals
 from prefetcher.replay.frontier import FrontierPoint, knows_future, least_gb_h, lower_hull, read_hull
+from prefetcher.replay.policies import policy_in_words
 from prefetcher.replay.report import write_report
-from prefetcher.replay.report_figures import models_figure, waits_figure, week_figure
+from prefetcher.replay.report_figures import compare_models, models_figure, waits_figure, week_figure
+from prefetcher.replay.report_words import HOW_TO_READ
 from prefetcher.replay.summary import describe_input, write_summary
 from prefetcher.replay.trace import Trace, read_trace
-from prefetcher.replay.verdict import best_rival, judge, plain_number
+from prefetcher.replay.verdict import ModelsCompared, best_rival, judge, plain_number
 
 # --- frontier ---
 
@@ -75,17 +77,67 @@ def test_policies_that_know_the_future_are_told_by_name() -> None:
 # --- verdict ---
 
 
-def entry(policy: str, cold: float, held: float = 1000.0) -> dict[str, object]:
-    return {"policy": policy, "cold_seconds": cold, "held_gb_h": held}
+def entry(policy: str, cold: float, held: float = 1000.0, **more: float | None) -> dict[str, object]:
+    return {"policy": policy, "cold_seconds": cold, "held_gb_h": held, **more}
 
 
-def test_a_saving_is_said_with_its_memory_and_its_floor() -> None:
-    policies = [entry("lru", 900.0), entry("gdsf", 500.0, 960.0), entry("ours", 90.0, 960.0), entry("belady", 1.0)]
+def test_a_saving_is_said_against_lru_and_the_best_rival_with_its_memory_and_its_floor() -> None:
+    lru, gdsf = entry("lru", 900.0, 960.0, moved_gb=100.0, wait_p95_s=3.0), entry("gdsf", 500.0, 960.0, moved_gb=80.0, wait_p95_s=2.0)
+    ours = entry("ours", 90.0, 960.0, moved_gb=121.0, wait_p95_s=3.0)
     frontier = [FrontierPoint("ours", 300.0, 600.0, 0.1), FrontierPoint("ours", 500.0, 400.0, 0.05)]
-    verdict = judge(policies, 10.0, price_s_per_gb_h=0.002, frontier=frontier)
-    assert verdict.line == "saves 41 s of waiting an hour over gdsf for 96 GB held; under 40 GB not worth it"
+    verdict = judge([lru, gdsf, ours, entry("belady", 1.0)], 10.0, price_s_per_gb_h=0.002, frontier=frontier)
+    assert verdict.line == (
+        "worth it: saves 81 s of waiting an hour over LRU (9 instead of 90, -90 %) and 41 s over the best rival, gdsf (-82 %), "
+        "for 96 GB held, the same as LRU; 21 % more read; p95 wait unchanged; under 40 GB not worth it"
+    )
     assert verdict.worth is True
     assert (verdict.saved_s_per_h, verdict.held_gb, verdict.floor_gb) == (41.0, 96.0, 40.0)
+
+
+def test_a_saving_over_one_rival_is_said_once() -> None:
+    better = entry("ours", 90.0, 480.0, moved_gb=50.0, wait_p95_s=1.5)
+    over_lru = judge([entry("lru", 900.0, 960.0, moved_gb=100.0, wait_p95_s=3.0), better], 10.0).line
+    assert over_lru == (
+        "worth it: saves 81 s of waiting an hour over LRU (9 instead of 90, -90 %), for 48 GB held, 50 % less than LRU; 50 % less read; "
+        "p95 wait 1.5 s instead of 3"
+    )
+    assert judge([entry("sieve", 900.0), better], 10.0).line.startswith(
+        "worth it: saves 81 s of waiting an hour over the best rival, sieve (9 instead of 90, -90 %), for 48 GB held, 52 % less than sieve"
+    )
+
+
+@pytest.mark.parametrize(
+    ("coverage", "said", "ahead"),
+    [
+        (0.5, "of the 81 s over LRU, fetching ahead saves 9 s (50.0 % of what waits without it), the rest comes from keeping and", 9.0),
+        (-0.5, "all comes from keeping and bypassing the right models; fetching ahead costs 3 s (50.0 % of what", -3.0),
+        (0.0, "all comes from keeping and bypassing the right models, nothing from fetching ahead", 0.0),
+        (0.9, "all comes from fetching ahead, which saves 81 s (90.0 % of what", 81.0),
+        (1.0, "3 models wait less", None),
+        (None, "3 models wait less", None),
+    ],
+)
+def test_the_second_line_says_where_the_saving_comes_from(coverage: float | None, said: str, ahead: float | None) -> None:
+    policies = [
+        entry("lru", 900.0, moved_gb=200.0),
+        entry("gdsf", 500.0, moved_gb=300.0),
+        entry("ours", 90.0, moved_gb=250.0, coverage=coverage),
+    ]
+    verdict = judge(policies, 10.0, models=[ModelsCompared("lru", 3, 1, 7)])
+    assert said in verdict.why
+    assert verdict.ahead_s_per_h == (None if ahead is None else pytest.approx(ahead))
+    assert verdict.why.endswith(
+        "3 models wait less than with LRU, 1 longer, 7 as long; "
+        "250 GB read from disk, 50 GB more than with LRU and 50 GB less than with gdsf"
+    )
+
+
+def test_what_loses_to_a_rival_may_still_save_over_lru() -> None:
+    line = judge([entry("lru", 1000.0), entry("gdsf", 500.0), entry("ours", 600.0)], 10.0).line
+    assert line == (
+        "not worth it: waits 10 s an hour more than gdsf, for 100 GB held against 100 GB; "
+        "saves 40 s of waiting an hour over LRU (60 instead of 100, -40 %)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +152,7 @@ def test_a_saving_is_said_with_its_memory_and_its_floor() -> None:
         (
             entry("ours", 497.0),
             0.0,
-            "not worth it: saves 0.3 s of waiting an hour over gdsf, 0.6% of it, for 100 GB held",
+            "not worth it: saves 0.3 s of waiting an hour over gdsf, 0.6 % of it, for 100 GB held",
         ),
         (
             entry("ours", 100.0, 2000.0),
@@ -118,9 +170,9 @@ def test_what_does_not_pay_is_said_plainly(ours: dict[str, object], price: float
 def test_a_sweep_that_never_loses_says_what_was_tried() -> None:
     frontier = [FrontierPoint("ours", 200.0, 300.0, 1.0)]
     verdict = judge([entry("gdsf", 500.0), entry("ours", 100.0)], 10.0, frontier=frontier)
-    assert verdict.line.endswith("; worth it down to the 20 GB that were tried")
+    assert verdict.line.endswith("; worth it with 20 GB held too, the least that was tried")
     alone = judge([entry("gdsf", 500.0), entry("ours", 100.0)], 10.0)
-    assert alone.line == "saves 40 s of waiting an hour over gdsf for 100 GB held"
+    assert alone.line.endswith(", for 100 GB held, the same as gdsf")
 
 
 def test_there_may_be_nothing_to_say() -> None:
@@ -182,21 +234,36 @@ def test_models_figure_ranks_gains_above_losses() -> None:
     figure = models_figure(mine, theirs, "lru", ["a", "b", "c"], np.array([10**9] * 3))
     assert [(row[0], row[5]) for row in figure.rows] == [("a", "8 s"), ("b", "-7 s")]
     assert figure.note == "1 models wait less than with lru, 1 wait longer, 1 are served alike."
+    # A model that nobody asked for is not served alike.
+    assert compare_models(mine, theirs, "lru", 5) == ModelsCompared("lru", 1, 1, 1)
 
 
 def test_week_figure_counts_per_hour_of_the_zone() -> None:
     monday = 1704067200.0
     ts = np.array([monday + 3600.5, monday + 3700, monday + 7 * 86400 + 3600.5])
-    figure = week_figure({"ours": ts}, monday, monday + 14 * 86400, "UTC")
+    figure = week_figure({"ours": ts}, monday, monday + 14 * 86400, "UTC", 100)
     grid = figure.data[0]["z"]
     assert grid[0][1] == 1.5
     assert sum(map(sum, grid)) == 1.5
-    shifted = week_figure({"ours": ts}, monday, monday + 14 * 86400, "America/New_York").data[0]["z"]
+    shifted = week_figure({"ours": ts}, monday, monday + 14 * 86400, "America/New_York", 100).data[0]["z"]
     assert shifted[6][20] == 1.5
-    half_week = week_figure({"ours": ts[:1]}, monday, monday + 3 * 86400, "UTC").data[0]["z"]
+    half_week = week_figure({"ours": ts[:1]}, monday, monday + 3 * 86400, "UTC", 100).data[0]["z"]
     assert half_week[0][1] == 1.0
     assert half_week[5] == [None] * 24
-    assert week_figure({"ours": ts[:0]}, monday, monday + 86400, "UTC").data == []
+    assert week_figure({"ours": ts[:0]}, monday, monday + 86400, "UTC", 100).data == []
+
+
+def test_too_few_requests_or_hours_say_nothing_of_the_week() -> None:
+    monday = 1704067200.0
+    few = week_figure({"ours": np.array([monday + 1])}, monday, monday + 86400, "UTC", 99)
+    short = week_figure({"ours": np.array([monday + 1])}, monday, monday + 23 * 3600, "UTC", 5000)
+    for figure, found in ((few, "99 requests in 24 hours"), (short, "5,000 requests in 23 hours")):
+        assert (figure.data, list(figure.rows)) == ([], [])
+        assert figure.note.startswith(f"Left out: {found} are scored")
+    # One cold start in an hour of the week that was seen for six minutes is not ten an hour.
+    begun = week_figure({"ours": np.array([monday + 3590, monday + 3700])}, monday + 3240, monday + 2 * 86400, "UTC", 100)
+    assert begun.data[0]["z"][0][:2] == [None, 1.0]
+    assert begun.rows[0][2:4] == ("–", "1")
 
 
 # --- the page ---
@@ -260,9 +327,17 @@ def test_the_report_is_whole_offline_and_says_it_all(replayed, tmp_path: Path) -
     head, _, tail = verdict.line.partition("; ")
     assert head in text
     assert tail in text
-    headings = ["What would have been saved", "Waiting against memory", "How long requests wait", "Which models profit"]
-    for heading in (*headings, "When cold starts fall", "Problems in the log", "How this was computed"):
+    assert verdict.why[1:] in text
+    headings = ["What would have been saved", "Where the saving comes from", "How to read this", "Waiting against memory"]
+    headings += ["How long requests wait", "Which models profit", "When cold starts fall"]
+    for heading in (*headings, "Problems in the log", "How this was computed"):
         assert heading in text
+    for word in ("accuracy", "timeliness", "coverage", "pollution", "GB early", "GB wasted", "cold starts"):
+        assert word in dict(HOW_TO_READ)
+        assert dict(HOW_TO_READ)[word] in text
+    assert "lru " + policy_in_words("lru") in text
+    assert "ours " + policy_in_words("ours") in text
+    assert f"with {replayed[0]['policies'][0]['requests']:,} requests, are scored" in text
     assert "lines that are no record, left out: 1 (line 2501: is not a JSON object)" in text
     assert page.addresses == []
     assert len(page.ids) == len(set(page.ids))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefetcher.config import parse_bytes
 from prefetcher.errors import InputError, shortened
 
 __all__ = ["first_few", "read_catalog", "read_load_times", "refuse_repeated", "sizes_of_folder"]
@@ -47,7 +48,7 @@ def refuse_repeated(where: str, header: Sequence[str], wanted: Iterable[str]) ->
 
 def read_catalog(path: str | Path) -> dict[str, int]:
     """Bytes of each model in a catalog: a JSON list of `{"model", "bytes"}`, a JSON object `{model: bytes}`, or CSV
-    `model,bytes`.
+    `model,bytes`; a size is a number, or a text with a unit, as `16GB`.
 
     Raises InputError for a file that cannot be read, an entry without a name or a positive size, or a model with two
     sizes.
@@ -55,10 +56,11 @@ def read_catalog(path: str | Path) -> dict[str, int]:
     where = str(path)
     sizes: dict[str, int] = {}
     for line, model, value in _pairs(where, "bytes"):
-        size = _number(value)
+        size = _size(value)
         if size is None or not 1 <= size <= _MOST_BYTES or size != int(size):
             raise InputError(
-                f"model {shortened(repr(model))} has bytes {shortened(repr(value))}; a positive whole number is needed, at most a petabyte",
+                f"model {shortened(repr(model))} has bytes {shortened(repr(value))}; a positive whole number is needed, "
+                "or one with a unit, as 16GB; at most a petabyte",
                 path=where,
                 line=line,
             )
@@ -192,6 +194,16 @@ def _read_text(where: str) -> str:
         raise InputError(f"cannot be read: {error.strerror}", path=where) from error
     except UnicodeDecodeError as error:
         raise InputError("is not UTF-8 text; a JSON or CSV file is needed", path=where) from error
+
+
+def _size(value: Any) -> float | None:
+    number = _number(value)
+    if number is None and isinstance(value, str):
+        try:
+            return float(parse_bytes(value))
+        except ValueError:
+            return None
+    return number
 
 
 def _number(value: Any) -> float | None:

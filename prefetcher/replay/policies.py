@@ -8,7 +8,7 @@ from prefetcher.core.demand import STANDARD_TAUS_S
 from prefetcher.core.node import Policy, PrefetchRule, Rank
 from prefetcher.errors import UsageError
 
-__all__ = ["DEFAULT_POLICIES", "OURS", "parse_policy"]
+__all__ = ["DEFAULT_POLICIES", "OURS", "known_policies", "parse_policy", "policy_in_words", "standard_taus"]
 
 OURS = "ours"
 DEFAULT_POLICIES: tuple[str, ...] = ("lru", "gdsf", "lhd-smith", OURS)
@@ -26,6 +26,22 @@ _BASE: dict[str, Policy] = {
 }
 _WITHOUT_SMITH = ("hybrid", "clairvoyant", "ttl")
 _WITH_BYPASS = ("lfu", "lhd", "belady")
+#: What each does in few words, in the order in which they are listed.
+_IN_WORDS: dict[str, str] = {
+    "lru": "makes room by giving up what was used longest ago",
+    "gdsf": "gives up what is seldom used for its size (GreedyDual-Size-Frequency)",
+    "lfu": "gives up what was used least often of late",
+    "sieve": "gives up the oldest that was not used since it was last passed over (SIEVE)",
+    "lhd": "gives up what promises the fewest hits for its bytes by its age (least hit density)",
+    "ttl": "gives up what was not used for a fixed time",
+    "hybrid": "learns how long each model is idle, and loads it again just before that ends (serverless pre-warming)",
+    "belady": "knows the future: gives up what is used again last",
+    "belady-size": "knows the future: gives up what is used again last, by size",
+    "clairvoyant": "knows the future: fetches everything in time",
+}
+_SMITH_IN_WORDS = "; of waiting loads, the one with the most waiting requests a byte goes first"
+_BYPASS_IN_WORDS = "; serves a model without keeping it where others are worth more"
+_OURS_IN_WORDS = "this program: learned forecasts decide what is kept, what is served without being kept, and what is fetched ahead"
 
 
 def parse_policy(name: str, taus_s: list[float]) -> Policy:
@@ -50,17 +66,38 @@ def parse_policy(name: str, taus_s: list[float]) -> Policy:
     elif base in _BASE:
         policy = _BASE[base]
     else:
-        raise UsageError(
-            f"unknown policy {name!r}; known are lru, gdsf, lfu:SECONDS, sieve, lhd, ttl:SECONDS, hybrid, belady, "
-            "belady-size, clairvoyant and ours"
-        )
+        *others, last = known_policies()
+        raise UsageError(f"unknown policy {name!r}; known are {', '.join(others)} and {last}")
     if suffix == "" and not name.endswith("-"):
         return policy
     if suffix == "smith" and kind not in _WITHOUT_SMITH:
         return replace(policy, smith=True)
     if suffix == "smith-bypass" and kind in _WITH_BYPASS:
         return replace(policy, smith=True, as_set=True, bypass=True)
-    raise UsageError(f"policy {name!r}: {base} has no variant {suffix!r}")
+    *others, last = known_policies()
+    raise UsageError(f"policy {name!r}: {base} has no variant {suffix!r}; known are {', '.join(others)} and {last}")
+
+
+def known_policies() -> list[str]:
+    """Every name that `parse_policy` takes, and ours; SECONDS stands for a number."""
+    names = []
+    for base in _IN_WORDS:
+        with_number = f"{base}:SECONDS" if base in ("lfu", "ttl") else base
+        names.append(with_number)
+        names += [f"{with_number}-smith"] if base not in _WITHOUT_SMITH else []
+        names += [f"{with_number}-smith-bypass"] if base in _WITH_BYPASS else []
+    return [*names, OURS]
+
+
+def policy_in_words(name: str) -> str:
+    """What the policy called `name` does, in a few words; empty for a name that nobody knows."""
+    if name == OURS:
+        return _OURS_IN_WORDS
+    bypass, smith = name.endswith("-smith-bypass"), "-smith" in name
+    base = name.removesuffix("-bypass").removesuffix("-smith").partition(":")[0]
+    if base not in _IN_WORDS:
+        return ""
+    return _IN_WORDS[base] + (_SMITH_IN_WORDS if smith else "") + (_BYPASS_IN_WORDS if bypass else "")
 
 
 def standard_taus() -> list[float]:

@@ -1,7 +1,7 @@
 """`report.html`: one file that opens without a network and says what a replay found, to people who will decide on it.
 
-Covers the page's words, tables and assembly; what is drawn is `report_figures`, the sentence at the top `verdict`. The
-same replay gives the same bytes.
+Covers the page's words, tables and assembly; what is drawn is `report_figures`, the sentences at the top `verdict`, what the words
+of its tables mean `report_words`. The same replay gives the same bytes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from typing import Any
 
 from prefetcher.replay.accounts import PolicyLogs
 from prefetcher.replay.frontier import FrontierPoint, knows_future
+from prefetcher.replay.policies import policy_in_words
 from prefetcher.replay.report_figures import (
     Figure,
+    compare_models,
     frontier_figure,
     models_figure,
     scored_waits,
     waits_figure,
     week_figure,
 )
+from prefetcher.replay.report_words import HOW_TO_READ
 from prefetcher.replay.trace import Trace
-from prefetcher.replay.verdict import Verdict, best_rival, judge, plain_number
+from prefetcher.replay.verdict import Verdict, best_rival, judge, named, plain_number
 
 __all__ = ["write_report"]
 
@@ -60,28 +63,33 @@ def write_report(
     described, policies = summary["input"], list(summary["policies"])
     scored_from_s, hours = described["scored_from_s"], (described["end_s"] - described["scored_from_s"]) / 3600.0
     price = described.get("price")
-    verdict = judge(policies, hours, price_s_per_gb_h=price or 0.0, frontier=frontier_points, ours=ours)
     shown = _shown(policies, ours)
+    rows_of = {
+        policy: scored_waits(tables_by_policy[policy], scored_from_s, trace.models) for policy in shown if policy in tables_by_policy
+    }
+    rival = best_rival(policies, ours)
+    today = "lru" if "lru" in rows_of else rival["policy"] if rival else ""
+    compared = []
+    if ours in rows_of and today in rows_of:
+        compared = [compare_models(rows_of[ours][:2], rows_of[today][:2], today, len(trace.models))]
+    verdict = judge(policies, hours, price_s_per_gb_h=price or 0.0, frontier=frontier_points, models=compared, ours=ours)
     points = [FrontierPoint(p["policy"], p["held_gb_h"], p["cold_seconds"], price if p["policy"] == ours else None) for p in policies]
     points += [
         p
         for p in frontier_points
         if (p.policy, p.held_gb_h, p.cold_seconds) not in {(q.policy, q.held_gb_h, q.cold_seconds) for q in points}
     ]
-    rows_of = {
-        policy: scored_waits(tables_by_policy[policy], scored_from_s, trace.models) for policy in shown if policy in tables_by_policy
-    }
     figures = [
         frontier_figure(points, hours or 1.0, shown),
         waits_figure({policy: wait for policy, (_, wait, _) in rows_of.items()}, shown),
     ]
-    rival = best_rival(policies, ours)
     pair = [p for p in (ours, rival["policy"] if rival else None) if p in rows_of]
     if len(pair) == 2:
         mine, theirs = rows_of[pair[0]], rows_of[pair[1]]
         figures.append(models_figure(mine[:2], theirs[:2], pair[1], trace.models, trace.bytes_))
     cold_ts = {policy: rows_of[policy][2] for policy in pair or list(rows_of)[:1]}
-    figures.append(week_figure(cold_ts, scored_from_s, described["end_s"], tz or trace.tz))
+    requests = max((p["requests"] for p in policies), default=0)
+    figures.append(week_figure(cold_ts, scored_from_s, described["end_s"], tz or trace.tz, requests))
     page = _page(verdict, described, policies, hours, figures, trace, ours)
     Path(path).write_text(page, encoding="utf-8")
     return verdict
@@ -112,9 +120,9 @@ def _page(
     head, _, tail = verdict.line.partition("; ")
     here = files("prefetcher.replay")
     by_key = {f.key: f for f in figures}
-    sections = [_table_section(policies, hours, ours)]
+    sections = [_table_section(policies, hours, ours), _sources_section(verdict, policies, hours, ours), _words_section(policies)]
     sections += [_figure_section(by_key[key]) for key in ("frontier", "waits", "models", "week") if key in by_key]
-    sections += [_problems_section(trace), _method_section(described, ours)]
+    sections += [_problems_section(trace, described.get("notes", ())), _method_section(described, ours)]
     return "\n".join(
         [
             "<!doctype html>",
@@ -126,7 +134,7 @@ def _page(
             f"<header><span><b>prefetcher</b> replay of {escape(str(described.get('log', trace.path)))}</span>",
             '<button id="theme" type="button">Light or dark</button></header>',
             f"<h1>{escape(head)}{f'<small>{escape(tail)}</small>' if tail else ''}</h1>",
-            f'<p class="lede">{escape(_lede(described, hours, trace))}</p>',
+            f'<p class="lede">{escape(_lede(described, policies, hours, trace))}</p>',
             _facts(verdict, policies, hours, ours),
             *sections,
             "</main>",
@@ -138,9 +146,10 @@ def _page(
     )
 
 
-def _lede(described: Mapping[str, Any], hours: float, trace: Trace) -> str:
+def _lede(described: Mapping[str, Any], policies: Sequence[Mapping[str, Any]], hours: float, trace: Trace) -> str:
     span = f"{plain_number(hours / 24)} days" if hours >= 48 else f"{plain_number(hours)} hours"
-    text = f"A simulation over {len(trace):,} requests for {len(trace.models):,} models; the last {span} are scored"
+    scored = f", with {policies[0]['requests']:,} requests," if policies else ""
+    text = f"A simulation over {len(trace):,} requests for {len(trace.models):,} models; the last {span}{scored} are scored"
     if described.get("warmup_ratio"):
         text += f", after a warm-up of {described['warmup_ratio']:.0%}"
     return text + ". No weights were moved to make this page."
@@ -211,6 +220,30 @@ def _table_section(policies: Sequence[Mapping[str, Any]], hours: float, ours: st
     )
 
 
+def _sources_section(verdict: Verdict, policies: Sequence[Mapping[str, Any]], hours: float, ours: str) -> str:
+    """Where the saving comes from: the second sentence, and ours without fetching ahead between the rivals and ours."""
+    if not verdict.why:
+        return ""
+    steps = [p for p in policies if p["policy"] in ("lru", verdict.rival)]
+    steps.sort(key=lambda p: -p["cold_seconds"])
+    rows = [(named(p["policy"]), p["cold_seconds"] / hours) for p in steps if hours > 0]
+    mine = next(p for p in policies if p["policy"] == ours)
+    if hours > 0 and verdict.ahead_s_per_h is not None:
+        rows.append((f"{ours}, without fetching ahead", mine["cold_seconds"] / hours + verdict.ahead_s_per_h))
+    rows += [(ours, mine["cold_seconds"] / hours)] if hours > 0 else []
+    body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{plain_number(waits)}</td></tr>' for name, waits in rows)
+    heads = '<th scope="col">policy</th><th scope="col">waiting, s an hour</th>'
+    why = verdict.why[0].upper() + verdict.why[1:]
+    return f"<section><h2>Where the saving comes from</h2><p>{escape(why)}.</p>{_table(heads, body, ' small')}</section>"
+
+
+def _words_section(policies: Sequence[Mapping[str, Any]]) -> str:
+    does = [(p["policy"], policy_in_words(p["policy"])) for p in sorted(policies, key=lambda p: (p["cold_seconds"], p["policy"]))]
+    items = [*HOW_TO_READ, *((name, what) for name, what in does if what)]
+    body = "".join(f"<dt>{escape(word)}</dt><dd>{escape(what)}</dd>" for word, what in items)
+    return f'<section><h2>How to read this</h2><div class="card pad"><dl class="words">{body}</dl></div></section>'
+
+
 def _table(heads: str, body: str, kind: str = "") -> str:
     head = f"<thead><tr>{heads}</tr></thead>" if heads else ""
     return f'<div class="card scroll{kind}" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
@@ -241,12 +274,12 @@ def _figure_section(figure: Figure) -> str:
     return f"<section><h2>{escape(figure.title)}</h2><p>{escape(figure.note)}</p>{chart}{table}</section>"
 
 
-def _problems_section(trace: Trace) -> str:
+def _problems_section(trace: Trace, notes: Sequence[str]) -> str:
     lines = trace.problems.lines()
     if trace.zoneless:
         lines.append(f"{trace.zoneless:,} times have no zone and were read as {trace.tz}")
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    what = f'<div class="card pad"><ul>{items}</ul></div>' if lines else ""
+    items = "".join(f"<li>{escape(line)}</li>" for line in [*lines, *notes])
+    what = f'<div class="card pad"><ul>{items}</ul></div>' if items else ""
     said = f"Of {trace.rows_read:,} rows read, {len(trace):,} were replayed."
     said += "" if lines else " Nothing was wrong with them."
     return f"<section><h2>Problems in the log</h2><p>{said}</p>{what}</section>"
@@ -256,7 +289,7 @@ def _method_section(described: Mapping[str, Any], ours: str) -> str:
     rows = "".join(
         f'<tr><th scope="row">{escape(key.replace("_", " "))}</th><td>{escape(_setting(value))}</td></tr>'
         for key, value in described.items()
-        if key not in ("problems", "first_problems")
+        if key not in ("problems", "first_problems", "notes")
     )
     return (
         f"<section><h2>How this was computed</h2><p>{escape(_METHOD.format(ours=ours))}</p>"

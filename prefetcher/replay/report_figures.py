@@ -18,9 +18,18 @@ import pyarrow.compute as pc
 
 from prefetcher.replay.accounts import PolicyLogs
 from prefetcher.replay.frontier import FrontierPoint, knows_future, lower_hull
-from prefetcher.replay.verdict import plain_number
+from prefetcher.replay.verdict import ModelsCompared, plain_number
 
-__all__ = ["Figure", "frontier_figure", "models_figure", "role_of", "waits_figure", "week_figure"]
+__all__ = [
+    "Figure",
+    "compare_models",
+    "frontier_figure",
+    "models_figure",
+    "role_of",
+    "scored_waits",
+    "waits_figure",
+    "week_figure",
+]
 
 OURS = "ours"
 DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -28,6 +37,11 @@ DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MODELS_SHOWN = 10
 #: Waits below this are drawn at it: a log scale has no zero, and nobody notices a tenth of a second.
 _LEAST_WAIT_S = 0.1
+#: Of fewer requests, or of less than a day, hours of a week say nothing.
+_LEAST_WEEK_REQUESTS = 100
+_LEAST_WEEK_HOURS = 24.0
+#: An hour of the week that was seen for less is left empty: its mean would be a few minutes', multiplied.
+_LEAST_SEEN_H = 0.5
 #: Symbols, so that points are told apart without their colour.
 _SYMBOLS = ("square", "triangle-up", "x", "diamond", "cross", "triangle-down", "star", "pentagon")
 _MARKS = ("■", "▲", "✕", "◆", "✚", "▼", "★", "⬟")
@@ -175,6 +189,24 @@ def waits_figure(waits_of: Mapping[str, npt.NDArray[np.float64]], shown: Sequenc
     return Figure("waits", title, note, data, layout, head, rows, "share of requests that wait longer (log scale)", legend)
 
 
+def compare_models(
+    ours: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]],
+    other: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]],
+    other_name: str,
+    models: int,
+) -> ModelsCompared:
+    """How many of `models` wait less with ours than with the other, longer, and alike; each side is (model of each row, wait of each row).
+    Models without a row are not counted.
+    """
+    saved = _waits_by_model(other, models) - _waits_by_model(ours, models)
+    asked = np.bincount(ours[0], minlength=models) > 0
+    return ModelsCompared(other_name, int((saved > 0).sum()), int((saved < 0).sum()), int(((saved == 0) & asked).sum()))
+
+
+def _waits_by_model(side: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]], models: int) -> npt.NDArray[np.float64]:
+    return np.bincount(side[0], weights=side[1], minlength=models).astype(np.float64)
+
+
 def models_figure(
     ours: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]],
     rival: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]],
@@ -185,13 +217,13 @@ def models_figure(
     """Seconds of waiting that ours saves per model against the rival; each side is (model of each row, wait of each
     row).
     """
-    mine, theirs = (np.bincount(m, weights=w, minlength=len(models)).astype(np.float64) for m, w in (ours, rival))
+    mine, theirs = _waits_by_model(ours, len(models)), _waits_by_model(rival, len(models))
     requests = np.bincount(ours[0], minlength=len(models))
     saved = theirs - mine
     order = np.argsort(-saved, kind="stable")
     gains, losses = order[saved[order] > 0], order[::-1][saved[order[::-1]] < 0]
-    same = int(((saved == 0) & (requests > 0)).sum())
-    note = f"{len(gains)} models wait less than with {rival_name}, {len(losses)} wait longer, {same} are served alike."
+    counts = compare_models(ours, rival, rival_name, len(models))
+    note = f"{counts.less} models wait less than with {rival_name}, {counts.longer} wait longer, {counts.alike} are served alike."
     chosen = [*gains[:_MODELS_SHOWN].tolist(), *losses[:_MODELS_SHOWN][::-1].tolist()]
     head = ("model", "GB", "requests", "waits with ours", f"waits with {rival_name}", "saved")
     if not chosen:
@@ -233,15 +265,23 @@ def models_figure(
     return Figure("models", "Which models profit, and which don't", note, [bars], layout, head, rows)
 
 
-def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], from_s: float, to_s: float, tz: str) -> Figure:
+def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], from_s: float, to_s: float, tz: str, requests: int) -> Figure:
     """When in the week cold starts fall, by local hour: their mean number in such an hour of [from_s, to_s), one map a
-    policy.
+    policy. Only a note where the scored `requests` or hours are too few.
     """
+    title, head = "When cold starts fall", ("policy", "day", *(f"{h:02d}" for h in range(24)))
+    scored_h = (to_s - from_s) / 3600.0
+    if requests < _LEAST_WEEK_REQUESTS or scored_h < _LEAST_WEEK_HOURS:
+        note = (
+            f"Left out: {requests:,} requests in {plain_number(scored_h)} hours are scored, and {_LEAST_WEEK_REQUESTS} requests"
+            " in a day are the least that says anything about hours of the week."
+        )
+        return Figure("week", title, note, head=head)
     # Each minute of the scored time tells how often an hour of the week occurs in it, so that half weeks don't mislead.
     there = _by_hour(np.arange(from_s, to_s, 60.0), tz) / 60.0
-    grids = {policy: _by_hour(ts, tz) / np.maximum(there, 1.0 / 60.0) for policy, ts in cold_ts.items()}
+    seen = there >= _LEAST_SEEN_H
+    grids = {policy: np.where(seen, _by_hour(ts, tz), 0) / np.maximum(there, _LEAST_SEEN_H) for policy, ts in cold_ts.items()}
     most = max((float(g.max()) for g in grids.values()), default=0.0)
-    title, head = "When cold starts fall", ("policy", "day", *(f"{h:02d}" for h in range(24)))
     if not most:
         return Figure("week", title, "There were no cold starts in the scored time.", head=head)
     data: list[dict[str, Any]] = []
@@ -258,7 +298,7 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], from_s: float, t
         data.append(
             {
                 "type": "heatmap",
-                "z": [_rounded(line) for line in np.where(there > 0, grid, np.nan)],
+                "z": [_rounded(line) for line in np.where(seen, grid, np.nan)],
                 "x": list(range(24)),
                 "y": list(DAYS),
                 "xaxis": f"x{axis}",
@@ -296,7 +336,8 @@ def week_figure(cold_ts: Mapping[str, npt.NDArray[np.float64]], from_s: float, t
             }
             | {"xanchor": "left", "yanchor": "bottom", "showarrow": False, "font": {"color": "@ink", "size": 13}}
         )
-        rows += [(policy, day, *(plain_number(n) for n in line)) for day, line in zip(DAYS, grid.tolist(), strict=True)]
+        texts = np.where(seen, np.vectorize(plain_number, otypes=[object])(grid), "–")
+        rows += [(policy, day, *line) for day, line in zip(DAYS, texts.tolist(), strict=True)]
     layout["coloraxis"] = {
         "cmin": 0,
         "cmax": most,

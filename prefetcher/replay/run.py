@@ -21,15 +21,18 @@ from prefetcher.core.node_run import run_rows
 from prefetcher.core.value import DEFAULT_PRICE_S_PER_GB_H
 from prefetcher.errors import UsageError
 from prefetcher.replay.accounts import PolicyLogs, totals, write_logs
+from prefetcher.replay.capacity import capacity_notes
 from prefetcher.replay.catalog import read_load_times
 from prefetcher.replay.engine import build_tables, close_node, split_by_node
 from prefetcher.replay.frontier import FrontierPoint
 from prefetcher.replay.ours import AT_PRICE, LIVE, SHADOW, NodeRun, RateBlock, computed_ahead, score_blocks
 from prefetcher.replay.policies import DEFAULT_POLICIES, OURS, parse_policy, standard_taus
 from prefetcher.replay.routing import RoutedNodes, needs_routing
+from prefetcher.replay.terminal import policies_table, scored_in_words
 from prefetcher.replay.trace import Trace, read_trace
+from prefetcher.replay.verdict import Verdict
 
-__all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Ours", "Simulation", "check_figures", "replay_command"]
+__all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Ours", "Simulation", "check_capacity", "check_figures", "replay_command"]
 
 DEFAULT_HOLD_S = 600.0
 #: The prices of the frontier, as factors of the price asked for.
@@ -38,7 +41,6 @@ FRONTIER_FACTORS: tuple[float, ...] = (4.0, 16.0, 64.0, 256.0)
 _MOST_CAPACITY_RATIO = 1e6
 _MOST_PRICE = 1e6
 SHADOW_NAME = "ours-shadow"
-_COLUMNS = ("cold_seconds", "wait_p95_s", "wait_p99_s", "held_gb_h", "idle_gb_h", "wasted_gb_h", "moved_gb")
 
 Progress = Callable[[float, str], None]
 
@@ -178,8 +180,7 @@ def replay_command(
         parse_policy(name, taus_s)
     if not names:
         raise UsageError("no policy named; give --policy, as in --policy lru,ours")
-    if (capacity_ratio is None) == (host_bytes is None):
-        raise UsageError("give the capacity, either --capacity-ratio or --host-bytes")
+    check_capacity(capacity_ratio, host_bytes)
     check_figures(capacity_ratio, host_bytes, link_bytes_per_s, warmup_ratio, price)
     price = DEFAULT_PRICE_S_PER_GB_H if price is None else price
     errors = Console(stderr=True)
@@ -205,6 +206,9 @@ def replay_command(
             price=price, seed=seed,
             progress=progress,
         )  # fmt: skip
+        notes = capacity_notes(trace.bytes_, [part.world.model for part in simulation.parts], capacity, capacity_ratio)
+        for note in notes:
+            errors.print(f"note: {note}", soft_wrap=True, highlight=False)
         logs = simulation.rivals(rivals)
         entries = {name: simulation.totals(name, of) for name, of in logs.items()}
         frontier: list[FrontierPoint] = []
@@ -213,15 +217,26 @@ def replay_command(
             logs[OURS], logs[SHADOW_NAME], frontier = mine.logs, mine.shadow, mine.frontier
             entries[OURS] = simulation.totals(OURS, mine.logs, mine.shadow)
         progress(0.0, "writing logs and report")
-        line = _write(out, trace, simulation, names, entries, logs, frontier, nodes=node_count,
-                      link_bytes_per_s=link_bytes_per_s, seed=seed,
-                      warmup_ratio=warmup_ratio, tz=tz)  # fmt: skip
+        verdict = _write(out, trace, simulation, names, entries, logs, frontier, nodes=node_count,
+                         link_bytes_per_s=link_bytes_per_s, seed=seed, notes=notes,
+                         warmup_ratio=warmup_ratio, tz=tz)  # fmt: skip
     console = Console()
-    console.print(line, soft_wrap=True, highlight=False)
-    _print_table(console, [entries[name] for name in names])
+    hours = (trace.t1 - trace.scored_from_s(warmup_ratio)) / 3600.0
+    for line in (verdict.line, verdict.why, scored_in_words(entries[names[0]]["requests"], len(trace), hours)):
+        if line:
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print(policies_table([entries[name] for name in names], console.width))
     for problem in trace.problems.lines():
         errors.print(f"note: {problem}", soft_wrap=True, highlight=False)
     console.print(f"{out}/report.html, {out}/summary.json, and four logs a policy", soft_wrap=True, highlight=False)
+
+
+def check_capacity(capacity_ratio: float | None, host_bytes: object | None) -> None:
+    """Raises UsageError unless exactly one of the two is given."""
+    if capacity_ratio is None and host_bytes is None:
+        raise UsageError("give the capacity, either --capacity-ratio or --host-bytes")
+    if capacity_ratio is not None and host_bytes is not None:
+        raise UsageError("--capacity-ratio and --host-bytes both say the capacity; give one, not both")
 
 
 def check_figures(
@@ -255,7 +270,7 @@ def _write(
     tz: str | None,
     warmup_ratio: float,
     **settings: Any,
-) -> str:
+) -> Verdict:
     from prefetcher.replay.report import write_report
     from prefetcher.replay.summary import describe_input, write_summary
 
@@ -266,35 +281,4 @@ def _write(
         trace, warmup_ratio=warmup_ratio, host_bytes=simulation.capacity_bytes, price=simulation.price, hold_s=simulation.hold_s, **settings
     )
     summary = write_summary(out / "summary.json", described, [entries[name] for name in names])
-    verdict = write_report(out / "report.html", summary, {n: logs[n] for n in names}, frontier, trace, tz=tz)
-    return verdict.line
-
-
-def _print_table(console: Any, entries: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    table = Table()
-    for head in (
-        "policy",
-        "cold starts",
-        "cold seconds",
-        "p95 wait, s",
-        "p99 wait, s",
-        "GB·h held",
-        "GB·h idle",
-        "GB·h wasted",
-        "GB moved",
-    ):
-        table.add_column(head, justify="left" if head == "policy" else "right", overflow="fold", no_wrap=head == "policy")
-    for entry in entries:
-        table.add_row(
-            entry["policy"], f"{entry['cold_starts']:,}",
-            *(_figure(entry[key]) for key in _COLUMNS),
-        )  # fmt: skip
-    console.print(table)
-
-
-def _figure(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.1f}"
+    return write_report(out / "report.html", summary, {n: logs[n] for n in names}, frontier, trace, tz=tz)
