@@ -41,7 +41,7 @@ check: setup ## ruff, mypy, import-linter
 	$(BIN)/lint-imports
 
 bench: $(VENV)/base.stamp ## a benchmark: make bench NAME=load JSON=load.json [ARGS="…"]
-	@test -n "$(NAME)" || { echo 'name one: make bench NAME=load|replay|policies JSON=file.json [ARGS="…"]'; exit 2; }
+	@test -n "$(NAME)" || { echo 'name one: make bench NAME=load|replay|policies|ingest|hint|… JSON=file.json [ARGS="…"]'; exit 2; }
 	$(BIN)/prefetcher bench $(NAME) $(if $(JSON),--json $(JSON)) $(ARGS)
 
 clean: ## removes what was built, not .venv

@@ -11,7 +11,8 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -39,7 +40,8 @@ from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
 from prefetcher.ingest.ingest import Ingest, IngestOptions
-from prefetcher.ingest.tables import TablesReader, connect
+from prefetcher.ingest.tables import TablesReader, connect, user_key
+from prefetcher.ingest.users import UserHasher
 from prefetcher.ports import Streams, StreamWriter, Topic
 from prefetcher.process import Process, listen
 from prefetcher.telemetry.logs import log
@@ -81,6 +83,7 @@ class App(Process):
         self.clock = _clock(settings)
         self.metrics = Metrics()
         self.address = ""
+        self._mapping = None if settings.kafka.map is None else mapped_requests(settings.kafka.map)
         self._controller: Controller | None = None
         self._leadership: Leadership | None = None
         self._compiling: threading.Thread | None = None
@@ -114,6 +117,7 @@ class App(Process):
         self._streams = self._open_streams()
         self._state, self._hurried = self._open_state()
         self._calls = NodeCalls(self._state)
+        self._hash_user = self._user_hasher()
         if Role.AGENT in self._roles:
             self._start_agent()
         if Role.INGEST in self._roles:
@@ -165,6 +169,20 @@ class App(Process):
         self.closes("state", hurried.close)
         return state, hurried
 
+    def _user_hasher(self) -> UserHasher:
+        client = connect(self._state_url)
+        try:
+            return UserHasher(user_key(client))
+        except RedisError as exc:
+            raise UnavailableError(f"the state server does not answer: {exc}") from exc
+        finally:
+            client.close()
+
+    def _read_request(self, value: bytes) -> RequestSeen:
+        """A row as it may be learned from: without its user's name."""
+        row = (self._mapping or read_request)(value)
+        return row if row.user is None else replace(row, user=self._hash_user(row.user))
+
     # --- agent ---
 
     def _start_agent(self) -> None:
@@ -192,12 +210,8 @@ class App(Process):
         client = connect(self._state_url)
         self.closes("tables", client.close)
         options = IngestOptions(history=self._folder / "history", topic=self._settings.kafka.requests_topic or Topic.REQUESTS.value)
-        ingest = Ingest(self._streams, client, self.clock, self.metrics, options, self._mapping())
+        ingest = Ingest(self._streams, client, self.clock, self.metrics, options, self._mapping)
         self.run_thread("ingest", ingest.run)
-
-    def _mapping(self) -> Callable[[bytes], RequestSeen] | None:
-        fields = self._settings.kafka.map
-        return None if fields is None else mapped_requests(fields)
 
     # --- scheduler ---
 
@@ -251,7 +265,7 @@ class App(Process):
             arm_of=group.arm,
             on_rows=self._rows_came,
             on_plan=self._plan_written,
-            read_request=self._mapping() or read_request,
+            read_request=self._read_request,
         )
         try:
             controller.start(fence)
@@ -311,6 +325,7 @@ class App(Process):
             settings=self._settings.api,
             reach=lambda node: RemoteNode(node, self._hurried, self.clock),
             quick_state=quick,
+            user_hash=self._hash_user,
         )
         self.closes("hints", service.close)
         self.run_thread("by hand", service.by_hand.run)

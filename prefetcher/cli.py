@@ -16,8 +16,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from prefetcher import __version__
 from prefetcher.cli_roles import Config, add_commands, run_app
-from prefetcher.errors import PrefetcherError, UsageError
+from prefetcher.errors import InputError, PrefetcherError, UsageError
 
 __all__ = ["app", "main"]
 
@@ -36,7 +37,24 @@ _CommandError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__
 _MOST_BYTES = 10**15
 #: Each has its own caches in memory.
 _MOST_NODES = 10_000
+_BENCHES = ("load", "policies", "replay", "ingest", "ingest-crash", "bad-records", "hint", "hint-burst", "outage")
 _DEFAULT_URL = "http://127.0.0.1:8371"
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"prefetcher {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Say which version this is, and end.")
+    ] = False,
+) -> None: ...
+
+
 Url = Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")]
 Model = Annotated[str, typer.Argument(help="The model's name.")]
 
@@ -179,14 +197,25 @@ def manifest(
     def say(made: Manifest) -> None:
         typer.echo(f"{made.model}  version {made.version}  {len(made.files)} files  {made.bytes} bytes")
 
-    write_manifests(folder, version=version, on_made=say)
+    refused: list[PrefetcherError] = []
+
+    def say_why(error: PrefetcherError) -> None:
+        refused.append(error)
+        _say_error(str(error))
+
+    made = write_manifests(folder, version=version, on_made=say, on_refused=say_why)
+    if not refused:
+        return
+    if len(made) + len(refused) > 1:
+        typer.echo(f"{len(refused)} of {len(made) + len(refused)} models refused, see above; the others have their manifests")
+    raise typer.Exit(refused[0].exit_code)
 
 
 @app.command()
 def replay(
     log: Annotated[Path, typer.Argument(help="Request log: parquet, CSV or JSONL, plain or compressed.")],
     out: Annotated[Path, typer.Option(help="Folder for summary.json, report.html and the four logs.")],
-    catalog: Annotated[Path | None, typer.Option(help="Sizes of models: CSV, JSON or parquet.")] = None,
+    catalog: Annotated[Path | None, typer.Option(help="Sizes of models: CSV or JSON, as chat,16GB.")] = None,
     models: Annotated[Path | None, typer.Option(help="A folder of models to take sizes from.")] = None,
     default_bytes: Annotated[str | None, typer.Option(help="Size of every model that no catalog names.")] = None,
     policy: Annotated[str, typer.Option(help="Policies, separated by commas.")] = "lru,gdsf,lhd-smith,ours",
@@ -204,9 +233,11 @@ def replay(
 ) -> None:
     """Replays a request log: what prefetching would have saved, and what it would have held."""
     from prefetcher.config import parse_bytes
+    from prefetcher.replay.capacity import check_capacity
 
-    if (capacity_ratio is None) == (host_bytes is None):
-        raise UsageError("give the capacity, either --capacity-ratio or --host-bytes")
+    if not log.exists():
+        raise InputError("there is no such log; name a request log, parquet, CSV or JSON lines", path=str(log))
+    check_capacity(capacity_ratio, host_bytes)
     try:
         sizes = {
             "host_bytes": None if host_bytes is None else parse_bytes(host_bytes),
@@ -241,18 +272,19 @@ def replay(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="load, policies or replay.")],
+    name: Annotated[str, typer.Argument(help=f"{', '.join(_BENCHES[:-1])} or {_BENCHES[-1]}.")],
     json: Annotated[Path, typer.Option(help="File for the figures.")],
     suite: Annotated[Path | None, typer.Option(help="Suite file of `bench policies`.")] = None,
     traces: Annotated[Path | None, typer.Option(help="Folder of traces.")] = None,
     policy: Annotated[str | None, typer.Option(help="Only these policies.")] = None,
     trace: Annotated[str | None, typer.Option(help="Only this trace.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A small size, to see that it works.")] = False,
 ) -> None:
-    """Runs a benchmark and writes its figures."""
-    if not name.isidentifier() or importlib.util.find_spec(f"prefetcher.bench.{name}") is None:
-        raise UsageError(f"no benchmark is called {name!r}; there are load, policies and replay")
-    run = _attribute(f"prefetcher.bench.{name}", "run")
-    given = {"suite": suite, "traces": traces, "policy": policy, "trace": trace}
+    """Runs a benchmark and writes its figures. Those of streams take the broker that PREFETCHER_BENCH_KAFKA names, or start one."""
+    if name not in _BENCHES:
+        raise UsageError(f"no benchmark is called {name!r}; there are {', '.join(_BENCHES)}")
+    run = _attribute(f"prefetcher.bench.{name.replace('-', '_')}", "run")
+    given = {"suite": suite, "traces": traces, "policy": policy, "trace": trace, "quick": quick or None}
     accepted = inspect.signature(run).parameters
     for option, value in given.items():
         if value is not None and option not in accepted:
@@ -296,9 +328,13 @@ def _attribute(module: str, name: str) -> Any:
         raise UsageError(f"this build has no {exc.name}") from exc
 
 
-def _fail(message: str, code: int) -> NoReturn:
+def _say_error(message: str) -> None:
     line = " ".join(message.split())
     print(f"error: {line}", file=sys.stderr)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    _say_error(message)
     raise SystemExit(code)
 
 

@@ -112,6 +112,14 @@ class Commit:
     minutes: tuple[int, ...]
 
 
+def user_key(client: redis.Redis, known: bytes | None = None) -> bytes:
+    """The installation's key, which is made once: the `known` one, else a new one, where there is none."""
+    pipe = client.pipeline(transaction=True)
+    pipe.set(USER_KEY, known or secrets.token_bytes(32), nx=True)
+    pipe.get(USER_KEY)
+    return cast("bytes", pipe.execute()[1])
+
+
 class Tables:
     """Loads and stores the tables of partitions, for whoever counts them."""
 
@@ -123,12 +131,8 @@ class Tables:
         self._hasher: UserHasher | None = None
 
     def hasher(self) -> UserHasher:
-        """With the installation's key, which is made once; when the server lost it, it gets the one that was known before."""
-        offered = secrets.token_bytes(32) if self._hasher is None else self._hasher.key
-        pipe = self._redis.pipeline(transaction=True)
-        pipe.set(USER_KEY, offered, nx=True)
-        pipe.get(USER_KEY)
-        held = cast("bytes", pipe.execute()[1])
+        """With the installation's key; when the server lost it, it gets the one that was known before."""
+        held = user_key(self._redis, None if self._hasher is None else self._hasher.key)
         if self._hasher is None or held != self._hasher.key:
             self._hasher = UserHasher(held)
         return self._hasher
