@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import prefetcher
+
 HEAVY = {"torch", "prophet", "pandas", "sklearn", "lightgbm", "numba", "numpy", "scipy", "pyarrow", "fastapi", "redis"}
 
 
@@ -37,8 +39,8 @@ def test_the_command_line_imports_nothing_heavy_for_its_help() -> None:
     assert names & HEAVY == set()
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "prefetcher", *arguments], capture_output=True, text=True, timeout=60)
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "prefetcher", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     [
         (("nonsense",), 2, "nonsense"),
         (("replay", "log.csv", "--out", "o"), 2, "--capacity-ratio"),
+        (("replay", "log.csv", "--out", "o", "--capacity-ratio", "0.5", "--host-bytes", "1GB"), 2, "not both"),
+        (("replay", "none.csv", "--out", "o"), 1, "none.csv: there is no such log"),
+        (("replay", "log.csv", "--out", "o", "--default-bytes", "1", "--capacity-ratio", "1", "--policy", "lruu"), 2, "lhd-smith-bypass"),
         (("replay", "log.csv", "--out", "o", "--host-bytes", "many"), 2, "not a size"),
         (("replay", "log.csv", "--out", "o", "--host-bytes", "1e400"), 2, "not a size"),
         (("replay", "log.csv", "--out", "o", "--host-bytes", "1e300"), 2, "petabyte"),
@@ -72,12 +77,18 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (("manifest", "/nonexistent"), 1, "/nonexistent"),
     ],
 )
-def test_errors_are_one_line(arguments: tuple[str, ...], code: int, hint: str) -> None:
-    done = run(*arguments)
+def test_errors_are_one_line(arguments: tuple[str, ...], code: int, hint: str, tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("ts,model\n1,a\n")
+    done = run(*arguments, cwd=tmp_path)
     assert done.returncode == code
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: ")
     assert hint in done.stderr
+
+
+def test_the_version_is_said() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"prefetcher {prefetcher.__version__}\n")
 
 
 def test_help_names_every_command(tmp_path: Path) -> None:

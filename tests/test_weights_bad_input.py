@@ -111,6 +111,34 @@ def test_a_bad_model_gets_no_manifest_and_the_others_do(case: str, tmp_path: Pat
     assert set(after) - set(before) == {os.fsencode(models / "good" / MANIFEST_NAME)}
 
 
+def test_every_bad_model_is_named_and_a_summary_ends_it(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    for name in ("a", "b", "good", "z"):
+        make(models / name)
+    os.truncate(models / "a" / "w.safetensors", 100_000)
+    replaced("model.pt", b"\x80\x04")(models / "b")
+    (models / "z" / "w.safetensors").write_bytes(b"")
+    done = cli("manifest", str(models))
+    assert done.returncode == 1
+    assert [line.split(":")[:2] for line in done.stderr.splitlines()] == [
+        ["error", f" {models / name}"] for name in ("a/w.safetensors", "b/model.pt", "z/w.safetensors")
+    ]
+    first, last = done.stdout.splitlines()
+    assert first.startswith("good  version ")
+    assert last == "3 of 4 models refused, see above; the others have their manifests"
+
+
+def test_a_folder_of_pickled_weights_alone_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "pk").mkdir()
+    (tmp_path / "pk" / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+    done = cli("manifest", str(tmp_path / "pk"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "pytorch_model.bin: pickled weights; convert it with safetensors" in done.stderr
+    (tmp_path / "pk" / "pytorch_model.bin").unlink()
+    assert "holds no model" in cli("manifest", str(tmp_path / "pk")).stderr
+
+
 def test_what_may_not_be_read_or_written_is_said_and_keeps_its_old_manifest(tmp_path: Path) -> None:
     make(tmp_path / "models" / "m")
     (old,) = write_manifests(tmp_path / "models")
@@ -246,6 +274,14 @@ def test_a_bad_model_is_never_opened_and_says_why(name: str, up: tuple[str, Path
         prefetcher.open(name, socket_path=folder / "run" / "agent.sock", timeout_s=20)
     assert "\n" not in str(caught.value)
     assert name in str(caught.value)
+
+
+def test_an_act_on_a_bad_model_says_once_what_to_do(up: tuple[str, Path]) -> None:
+    url, _ = up
+    said = cli("load", "short", "--url", url).stderr
+    assert said.count("\n") == 1
+    assert "the manifest says" in said
+    assert said.count("prefetcher manifest") == 1
 
 
 def test_good_models_are_served_beside_bad_ones_and_nothing_of_those_is_in_memory(up: tuple[str, Path]) -> None:

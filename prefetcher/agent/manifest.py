@@ -177,15 +177,18 @@ def write_manifests(
     version: str | None = None,
     progress: Callable[[int], None] | None = None,
     on_made: Callable[[Manifest], None] | None = None,
+    on_refused: Callable[[PrefetcherError], None] | None = None,
 ) -> list[Manifest]:
-    """Makes and writes the manifest of every model under `folder`; one that is refused doesn't keep the others from theirs.
+    """Makes and writes the manifest of every model under `folder`; one that is refused doesn't keep the others from theirs, and its old
+    manifest stays as it was.
 
-    `progress` is told the bytes of each block read, `on_made` each manifest once it is written.
+    `progress` is told the bytes of each block read, `on_made` each manifest once it is written, `on_refused` what is wrong with each
+    model that gets none.
 
     Raises:
         ModelNotFoundError: no model there.
-        UnsafeFormatError, IntegrityError, ManifestError: the first model that was refused, after all others were made; its old manifest
-            stays as it was.
+        UnsafeFormatError, IntegrityError, ManifestError: without `on_refused`, the first model that was refused, after all others were
+            made; else only that all there is are pickled weights.
     """
     made: list[Manifest] = []
     refused: list[PrefetcherError] = []
@@ -198,13 +201,17 @@ def write_manifests(
             _write(model, manifest)
         except PrefetcherError as exc:
             refused.append(exc)
+            if on_refused:
+                on_refused(exc)
             continue
         made.append(manifest)
         if on_made:
             on_made(manifest)
-    if refused:
+    if refused and not on_refused:
         raise refused[0]
-    if not made:
+    if not made and not refused:
+        # Only pickles, and they lie in `folder` itself: that is the reason, not that there is nothing.
+        weight_paths(folder)
         raise ModelNotFoundError(f"{folder} holds no model: no subfolder with a .safetensors file; name the folder that holds the models")
     return made
 
@@ -295,7 +302,7 @@ def scan_models_folder(folder: Path) -> Catalog:
             catalog.refused[model.name] = ManifestError(f"{model} cannot be read ({exc.strerror}); make it readable", model=model.name)
             continue
         if manifest.model in catalog.models:
-            catalog.refused[model.name] = ManifestError(f"{model}: the name {manifest.model!r} is taken by another folder")
+            catalog.refused[model.name] = ManifestError(f"{model}: the name {manifest.model!r} is taken by another folder; rename one")
             continue
         catalog.models[ModelName(manifest.model)] = ModelSource(manifest, model)
     return catalog

@@ -104,7 +104,7 @@ class ByHand:
         if model not in {k.model for k in report.known}:
             why = next((problem for problem in report.problems if problem.startswith(f"{model}: ")), "")
             if why:
-                raise ModelNotFoundError(f"{why}; put it right and run `prefetcher manifest` on its folder", model=model)
+                raise ModelNotFoundError(why, model=model)
             raise ModelNotFoundError(
                 f"no model is called {shortened(repr(model))} on node {node}; `prefetcher status` lists them", model=model
             )

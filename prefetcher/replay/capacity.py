@@ -1,4 +1,4 @@
-"""Whether a capacity is plausible for a log's models: what to tell somebody who may have meant another one."""
+"""The capacity of a replay: that it is said once, and what to tell somebody who may have meant another one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["bytes_in_words", "capacity_notes"]
+from prefetcher.errors import UsageError
+
+__all__ = ["bytes_in_words", "capacity_notes", "check_capacity"]
 
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def check_capacity(capacity_ratio: float | None, host_bytes: object | None) -> None:
+    """Raises UsageError unless exactly one of the two is given."""
+    if capacity_ratio is None and host_bytes is None:
+        raise UsageError("give the capacity, either --capacity-ratio or --host-bytes")
+    if capacity_ratio is not None and host_bytes is not None:
+        raise UsageError("--capacity-ratio and --host-bytes both say the capacity; give one, not both")
 
 
 def bytes_in_words(size: float) -> str:

@@ -21,7 +21,7 @@ from prefetcher.core.node_run import run_rows
 from prefetcher.core.value import DEFAULT_PRICE_S_PER_GB_H
 from prefetcher.errors import UsageError
 from prefetcher.replay.accounts import PolicyLogs, totals, write_logs
-from prefetcher.replay.capacity import capacity_notes
+from prefetcher.replay.capacity import capacity_notes, check_capacity
 from prefetcher.replay.catalog import read_load_times
 from prefetcher.replay.engine import build_tables, close_node, split_by_node
 from prefetcher.replay.frontier import FrontierPoint
@@ -32,7 +32,7 @@ from prefetcher.replay.terminal import policies_table, scored_in_words
 from prefetcher.replay.trace import Trace, read_trace
 from prefetcher.replay.verdict import Verdict
 
-__all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Ours", "Simulation", "check_capacity", "check_figures", "replay_command"]
+__all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Ours", "Simulation", "check_figures", "replay_command"]
 
 DEFAULT_HOLD_S = 600.0
 #: The prices of the frontier, as factors of the price asked for.
@@ -229,14 +229,6 @@ def replay_command(
     for problem in trace.problems.lines():
         errors.print(f"note: {problem}", soft_wrap=True, highlight=False)
     console.print(f"{out}/report.html, {out}/summary.json, and four logs a policy", soft_wrap=True, highlight=False)
-
-
-def check_capacity(capacity_ratio: float | None, host_bytes: object | None) -> None:
-    """Raises UsageError unless exactly one of the two is given."""
-    if capacity_ratio is None and host_bytes is None:
-        raise UsageError("give the capacity, either --capacity-ratio or --host-bytes")
-    if capacity_ratio is not None and host_bytes is not None:
-        raise UsageError("--capacity-ratio and --host-bytes both say the capacity; give one, not both")
 
 
 def check_figures(
