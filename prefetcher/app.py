@@ -36,6 +36,7 @@ from prefetcher.controller.follow import Follower
 from prefetcher.controller.foreign import mapped_requests
 from prefetcher.controller.leadership import Leadership
 from prefetcher.controller.learner import Learner, ScheduledPredictor
+from prefetcher.controller.state_version import check_version
 from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
@@ -116,6 +117,7 @@ class App(Process):
         self.closes("listener", listener.close)
         self._streams = self._open_streams()
         self._state, self._hurried = self._open_state()
+        check_version(self._state, self._state_url)
         self._calls = NodeCalls(self._state)
         self._hash_user = self._user_hasher()
         if Role.AGENT in self._roles:
@@ -238,7 +240,7 @@ class App(Process):
 
     def _compile_and_lead(self, leadership: Leadership, stop: threading.Event) -> None:
         """The controller, once its kernels are compiled: on the first start of an installation that takes half a minute."""
-        from prefetcher.compiling import compile_kernels, compiled
+        from prefetcher.compiling import compile_kernels, compiled, warm_kernels
 
         if not compiled():
             log().info("compiling", then="plans come when it is done; requests and opens are served meanwhile")
@@ -247,6 +249,7 @@ class App(Process):
             while self._compiling.is_alive() and not stop.is_set():
                 self._compiling.join(0.1)
             self._compiling = None
+        warm_kernels()
         leadership.run(stop, self._lead, lambda: not self._controller_stands())
 
     def _lead(self, fence: int, over: threading.Event) -> None:
@@ -326,6 +329,7 @@ class App(Process):
             reach=lambda node: RemoteNode(node, self._hurried, self.clock),
             quick_state=quick,
             user_hash=self._hash_user,
+            group=self._settings.node.group,
         )
         self.closes("hints", service.close)
         self.run_thread("by hand", service.by_hand.run)
@@ -482,4 +486,5 @@ def _agent_options(settings: Settings, folder: Path) -> AgentOptions:
         threads=node.load_threads,
         prefetch_bytes_per_s=node.prefetch_bytes_per_s,
         seed=settings.decision.seed,
+        group=node.group,
     )

@@ -82,6 +82,7 @@ class NodeSettings(_Group):
         pattern=r"^[\w.-]+$",
         description="the node's name in plans and logs",
     )
+    group: str = Field(default="", max_length=128, pattern=r"^[\w.-]*$", description="the group of nodes that it is switched with")
     models_dir: Path = Field(default=Path("models-store"), description="the folder of models, one folder of safetensors files each")
     host_bytes: Bytes = Field(default=8_000_000_000, gt=0, description="host memory for weights")
     host_dir: Path | None = Field(default=None, description="a tmpfs folder for the host tier; without it one is chosen")

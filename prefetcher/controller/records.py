@@ -2,6 +2,7 @@
 
 | key | what | who writes | ends |
 | --- | --- | --- | --- |
+| `prefetcher:{installation}:version` | number of the format of all that is stored (`state_version`) | any, at its start | never |
 | `prefetcher:{controller}:epoch` | counter of leaderships; the number is the leader's fence | a controller at its start | never |
 | `prefetcher:{controller}:fence` | fence of whoever wrote last; a lower one is refused | controller | never |
 | `prefetcher:{controller}:lease` | name of the controller that leads | a controller | `leadership.LEASE_S` after its last renewal |
