@@ -217,7 +217,7 @@ def test_a_prefetch_never_enters_the_reserve_and_demand_may() -> None:
 def test_an_order_that_can_never_fit_is_refused_at_once_and_evicts_nothing(size: int, tier: Tier) -> None:
     bench = Bench({"a": 80, "big": size}).load("a")
     bench.plan(bench.wants("a", 0.1), bench.wants("big", 9.0, "o1", tier))
-    assert bench.of(ev.RefuseOrder) == [ev.RefuseOrder(DecisionId("o1"), "does_not_fit")]
+    assert bench.of(ev.RefuseOrder) == [ev.RefuseOrder(DecisionId("o1"), "too_large")]
     assert [e.ending for e in bench.facts(facts.OrderEnded)] == [facts.Ending.REPLACED]
     assert bench.of(ev.EvictWeights) == []
 
@@ -359,9 +359,9 @@ def test_by_hand_says_why_not() -> None:
     assert answers == {
         "evict-leased": (False, "leased"),
         "evict-absent": (False, "not_resident"),
-        "load-big": (False, "does_not_fit"),
+        "load-big": (False, "too_large"),
         "load-there": (True, "resident"),
-        "pin-big": (False, "does_not_fit"),
+        "pin-big": (False, "too_large"),
         "pin-nobody": (False, "unknown_model"),
         "unpin": (False, "not_pinned"),
     }
@@ -380,6 +380,24 @@ def test_observing_loads_nothing_and_says_so() -> None:
     assert [r.reason for r in bench.of(ev.RefuseOrder)] == ["observe"]
     bench.tell(ev.LeaseRequested("h", ModelName("a"), "t"))
     assert [(g.tier, g.reason) for g in bench.of(ev.GrantLease)] == [(Tier.DISK, "observe")]
+
+
+def test_what_is_pinned_while_a_node_observes_is_loaded_once_it_does_not() -> None:
+    bench = Bench({"by_hand": 30, "by_plan": 30, "absent": 20}, observe=True)
+    pin = bench.tell(ev.Pinned(ModelName("by_hand"), "ask"))
+    assert [(a.ok, a.reason) for a in pin.of(ev.Answer)] == [(True, "observe")]
+    bench.plan(bench.wants("by_plan", 1.0, pinned=True))
+    assert bench.of(ev.LoadWeights) == []
+    assert [(a.ok, a.reason) for a in bench.tell(ev.EvictAsked(ModelName("absent"), "ask")).of(ev.Answer)] == [(False, "observe")]
+    bench = Bench({"a": 30, "b": 60})
+    bench.tell(ev.SwitchedOn(observe=True)).tell(ev.Pinned(ModelName("a")))
+    assert bench.of(ev.LoadWeights) == []
+    bench.tell(ev.SwitchedOn())
+    assert [i.key.model for i in bench.of(ev.LoadWeights)] == ["a"]
+    bench.tell(ev.Pinned(ModelName("b"))).tell(ev.WeightsLoaded(key("a"), Tier.HOST))
+    assert [i.key.model for i in bench.of(ev.LoadWeights)] == ["b"]
+    bench.tell(ev.SwitchedOn(observe=True))
+    assert [c.key.model for c in bench.of(ev.CancelLoad)] == ["b"], "a load for a pin stops as well"
 
 
 def test_after_a_restart_only_what_was_found_is_there_and_begun_prefetches_are_lost() -> None:

@@ -9,6 +9,8 @@ __all__ = ["in_words"]
 
 _OF_ACT: dict[tuple[str, str], str] = {
     ("pin", "resident"): "in memory, and kept until it is unpinned",
+    ("pin", "observe"): "pinned and not loaded: this node only observes; it is loaded once it prefetches again",
+    ("evict", "observe"): "it is not in memory: this node only observes and loads nothing",
     ("pin", "loading"): "loading, and kept until it is unpinned",
     ("load", "resident"): "in memory already; unused, it stays an hour",
     ("load", "loading"): "loading; unused, it stays an hour",
@@ -27,6 +29,7 @@ _WORDS: dict[str, str] = {
     "leased": "a program has it leased, that is, open; try again once that closed it",
     "pinned": "it is pinned; `prefetcher unpin` it first",
     "in_use": "another move of its weights needs this copy; try again in a moment",
+    "too_large": "it is larger than --host-bytes; start `prefetcher up` with more",
     "does_not_fit": "it does not fit beside what is pinned; unpin another model, or start `prefetcher up` with more --host-bytes",
     "no_copy": "no copy of it can be read on this node; look after its folder and run `prefetcher manifest` on it",
     "old_version": "a newer version took its place while you asked; ask again",

@@ -88,6 +88,8 @@ def admit(
     budget = holdings.budget(tier, prefetch=guess)
     if budget is None:
         return Admission(Verdict.START)
+    if weights.bytes > budget:
+        return Admission(Verdict.NEVER, "too_large")
     if weights.bytes > budget - holdings.pinned_bytes(tier, weights.key):
         return Admission(Verdict.NEVER, "does_not_fit")
     free = budget - holdings.used_bytes[tier]

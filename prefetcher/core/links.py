@@ -111,7 +111,9 @@ class Links:
             return Rank.DEMAND
         goals = [p for goal, p in weights.pending.items() if goal >= tier]
         by_hand = any(p.order.cause is Cause.MANUAL for p in goals)
-        if by_hand or (weights.pinned and not weights.retired and tier <= serving):
+        # A pin stands while the node only observes, and is loaded once it does not.
+        pinned = weights.pinned and not weights.retired and not self.holdings.observing
+        if by_hand or (pinned and tier <= serving):
             return Rank.HAND
         if weights.carry_to is not None and tier <= weights.carry_to:
             return Rank.CARRY

@@ -142,22 +142,22 @@ class Plans:
             return "queued"
         if weights.demanded and order.tier <= self.limits.serving_tier:
             return "demanded"
-        if not self.can_ever_fit(weights, order.tier, prefetch=not by_hand):
-            return "does_not_fit"
-        return ""
+        return self.why_never(weights, order.tier, prefetch=not by_hand)
 
     def _has_tier(self, tier: Tier) -> bool:
         return tier <= self.limits.serving_tier or tier in self.limits.budget_bytes
 
-    def can_ever_fit(self, weights: Weights, tier: Tier, *, prefetch: bool) -> bool:
+    def why_never(self, weights: Weights, tier: Tier, *, prefetch: bool) -> str:
+        """Why weights can never come into `tier`, or '': larger than its budget (`too_large`), or than what pins leave of it."""
         base = weights.highest_ready() or Tier.REMOTE
         for step in EDGES:
             budget = self.holdings.budget(step, prefetch=prefetch)
             if base < step <= tier and budget is not None:
-                room = budget - self.holdings.pinned_bytes(step, weights.key)
-                if weights.bytes > room:
-                    return False
-        return True
+                if weights.bytes > budget:
+                    return "too_large"
+                if weights.bytes > budget - self.holdings.pinned_bytes(step, weights.key):
+                    return "does_not_fit"
+        return ""
 
     def stop_prefetching(self, reason: str) -> None:
         for weights in self.links.active_weights():

@@ -188,7 +188,8 @@ class ResidencyMachine:
             new.index = old.index
         for goal in [g for g, pending in old.pending.items() if not pending.begun]:
             self.transfers.end_pending(old, goal, Ending.REPLACED, "newer_version", self._now_s)
-        near = [t for t, c in old.copies.items() if c.stage in IN_FLIGHT or c.stage is Stage.READY]
+        loads = not self.holdings.observing
+        near = [t for t, c in old.copies.items() if loads and (c.stage in IN_FLIGHT or c.stage is Stage.READY)]
         new.carry_to = max([Tier.DISK, *near])
         base = new.highest_ready()
         if base is not None and base >= new.carry_to:
@@ -331,13 +332,13 @@ class ResidencyMachine:
             self._answer(event.ask_id, False, "old_version")
         elif weights.highest_ready() is None:
             self._answer(event.ask_id, False, "no_copy")
-        elif not self.plans.can_ever_fit(weights, self.limits.serving_tier, prefetch=False):
-            self._answer(event.ask_id, False, "does_not_fit")
+        elif why := self.plans.why_never(weights, self.limits.serving_tier, prefetch=False):
+            self._answer(event.ask_id, False, why)
         else:
             weights.pinned_by_hand = True
             self.links.active[weights.key] = None
             there = weights.ready(self.limits.serving_tier)
-            self._answer(event.ask_id, True, "resident" if there else "loading")
+            self._answer(event.ask_id, True, "resident" if there else "observe" if self.holdings.observing else "loading")
 
     def _unpinned(self, event: ev.Unpinned) -> None:
         weights = self.holdings.resolve(event.target)
@@ -379,7 +380,8 @@ class ResidencyMachine:
         copy = weights.copies.get(tier)
         why = self._why_stays(weights, tier)
         if copy is None or why:
-            self._answer(event.ask_id, False, why or "not_resident")
+            observes = copy is None and self.holdings.observing
+            self._answer(event.ask_id, False, "observe" if observes else why or "not_resident")
         elif copy.stage in IN_FLIGHT:
             self.transfers.cancel(weights, tier, Ending.CANCELLED, "asked", self._now_s)
             self._answer(event.ask_id, True, "cancelling")
