@@ -44,7 +44,7 @@ class NodeLedger:
     def outcomes(self) -> dict[str, int]:
         """Orders by outcome, counted from the orders; what people loaded by hand is left out, as in the totals."""
         guessed = [order for order in self.orders.values() if order.get("cause") != "manual"]
-        return dict(sorted(Counter(str(order["outcome"]) for order in guessed).items()))
+        return dict(sorted(Counter(str(order.get("outcome", "open")) for order in guessed).items()))
 
 
 def rebuild_ledgers(streams: Streams, on_read: Callable[[int], None] = lambda count: None) -> tuple[dict[str, NodeLedger], int]:
