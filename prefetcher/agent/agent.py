@@ -28,7 +28,7 @@ from prefetcher.agent.moves import Moves
 from prefetcher.agent.orderbook import OrderBook
 from prefetcher.agent.report import LinkMeter, make_report
 from prefetcher.agent.state_link import StateLink
-from prefetcher.agent.uses import Uses
+from prefetcher.agent.uses import Unknown, Uses
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.core import events as ev
@@ -44,10 +44,12 @@ from prefetcher.errors import (
     PrefetcherError,
     UnavailableError,
     WeightsError,
+    shortened,
 )
 from prefetcher.ports import Acted, StateStore
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
+from prefetcher.words import size
 
 __all__ = ["Agent", "AgentOptions"]
 
@@ -56,10 +58,15 @@ _TICK_S = 0.1
 _REPORT_S = 1.0
 #: Real seconds between looks at the models folder.
 _SCAN_S = 5.0
+_LOOKED_AT_AGAIN = f"the folder is looked at again within {_SCAN_S:.0f} s"
 #: An act by hand is answered by the machine at once; longer means that the loop hangs.
 _ANSWER_S = 10.0
 #: What a person loads by hand stays an hour unused.
 _BY_HAND_HOLD_S = 3600.0
+#: Models that one message names.
+_NAMED = 5
+#: Models that are asked for and not there: so many are named in the log, each once.
+_LOGGED_UNKNOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +135,13 @@ class Agent:
         self._reported_at_s = -1e18
         self._changed = True
         self._load_started: dict[WeightsKey, float] = {}
+        self._unknown = Unknown()
+        self._unknown_logged = 0
+        #: Why models were evicted or bypassed last.
+        self._left: dict[ModelName, str] = {}
+        #: What is wrong with the models folder as a whole, and the folders in it of which the log said that they are refused.
+        self._folder_problem = ""
+        self._refused_logged: set[str] = set()
         self.on_order_ended: Callable[[str, str], None] = lambda decision_id, outcome: None
         self.on_unannounced: Callable[[RequestSeen], None] = lambda row: None
         self.arm_of: Callable[[float], Arm] = lambda now_s: Arm.TREATED
@@ -180,8 +194,6 @@ class Agent:
             log().info("adopted", models=sorted(key.model for key in adopted))
         self._by_key.update({source.key: source for source in catalog.models.values()})
         self._go_on(catalog, adopted)
-        for name, error in catalog.refused.items():
-            log().warning("model_refused", folder=name, reason=str(error))
         path = options.socket or protocol.default_socket_path()
         self._server = LeaseServer(path, self)
         self._server.start()
@@ -201,6 +213,7 @@ class Agent:
         self._kept.restore(self._state)
         self._machine.links.price_per_byte_s = price_per_byte_s(self._options.price_s_per_gb_h)
         self._machine.plans.switched_off = not switch.on
+        self._machine.holdings.observing = self._options.observe or (switch.on and switch.observe)
         kept = frozenset((key, Tier.HOST) for key in adopted)
         self._hear(ev.AgentRestarted(kept, frozenset(source.key for source in catalog.models.values())))
         self._take_catalog(catalog, set(adopted))
@@ -312,6 +325,7 @@ class Agent:
                 self._moves.evict(told.key, told.tier)
             case ev.EvictWeights():
                 log().info("evicting", model=told.key.model, tier=told.tier.name.lower(), reason=told.reason.value)
+                self._left[told.key.model] = told.reason.value
                 self._moves.evict(told.key, told.tier)
             case ev.GrantLease():
                 self._resolve(told.token, grant=told)
@@ -359,6 +373,8 @@ class Agent:
                 wait.found = fact.found.value
         elif isinstance(fact, RowServed) and fact.is_row:
             self._metrics.waits.observe(max(0.0, fact.wait_s))
+            if fact.bypass:
+                self._left[fact.model] = "bypass"
         elif isinstance(fact, TransferEnded):
             self._metrics.moved.labels(cause=fact.cause.value).inc(fact.bytes)
             self._meter.moved(fact)
@@ -408,7 +424,8 @@ class Agent:
 
     def _report(self) -> None:
         assert self._arena is not None
-        report = make_report(self._machine, self._meter, self._arena, self._moves, self._clock.now_s(), self._problems())
+        now_s, problems = self._clock.now_s(), self._problems()
+        report = make_report(self._machine, self._meter, self._arena, self._moves, now_s, problems, self._left, self._unknown)
         totals = self._totals()
         self._link.show(records.encode(report), records.encode(totals) if self._kept.all_written else None)
         usage = self._arena.usage()
@@ -423,15 +440,13 @@ class Agent:
         return self._book.totals(self._machine.held(now_s), self.arm_of(now_s))
 
     def _problems(self) -> list[str]:
-        """What is wrong with the models folder: models that are refused or quarantined, or none at all."""
-        found = [f"{name}: {error}" for name, error in sorted(self._catalog.refused.items())]
+        """What is wrong with the models folder: models that are refused or quarantined, larger than memory, or none at all."""
+        found = [f"{name}: {error}; {_LOOKED_AT_AGAIN}" for name, error in sorted(self._catalog.refused.items())]
         for name, source in sorted(self._catalog.models.items()):
             reason = self._disk.quarantined(source)
             if reason is not None:
                 found.append(f"{name}: quarantined: {reason}")
-        if not self._catalog.models:
-            found.append(f"no model in {self._options.models_dir}: `prefetcher manifest {self._options.models_dir}` makes manifests")
-        return found
+        return [*found, self._folder_problem] if self._folder_problem else found
 
     # --- the models folder ---
 
@@ -459,7 +474,19 @@ class Agent:
             self._hear(ev.CatalogSeen(source.key, size, link_s, frozenset(tiers)))
             if serving is not None and serving != source.key:
                 self._hear(ev.VersionPublished(serving, source.key))
+        self._unknown.forget(catalog.models)
         self._changed = True
+        self._say_what_is_wrong(catalog)
+
+    def _say_what_is_wrong(self, catalog: Catalog) -> None:
+        """The log says each thing once, as long as it stays so."""
+        for name, error in sorted(catalog.refused.items()):
+            if name not in self._refused_logged:
+                log().warning("model_refused", folder=name, reason=f"{error}; {_LOOKED_AT_AGAIN}")
+        self._refused_logged = set(catalog.refused)
+        before, self._folder_problem = self._folder_problem, _problem_of(catalog, self._options)
+        if self._folder_problem and self._folder_problem != before:
+            log().warning("models_folder", reason=self._folder_problem)
 
     def _on_disk(self, source: ModelSource) -> bool:
         """Whether the machine knows that the files are there, or they are known to be bad; false once bad ones were replaced."""
@@ -481,8 +508,16 @@ class Agent:
     def _take_rows(self, rows: Sequence[RequestSeen], index: Mapping[str, float]) -> None:
         for row in rows:
             new = self._uses.row(row, self._clock.now_s())
+            if new and row.model not in self._machine.holdings.serving:
+                self._asked_for_unknown(row.model)
             known = index.get(row.model, 0.0)
             self._hear(ev.Requested(row.model, row.ts, known if known > 0.0 else None, counted=not new))
+
+    def _asked_for_unknown(self, model: ModelName) -> None:
+        if self._unknown.add(model) and self._unknown_logged < _LOGGED_UNKNOWN:
+            self._unknown_logged += 1
+            then = f"its requests are learned from, and nothing is loaded: it is not in {self._options.models_dir}"
+            log().warning("unknown_model", model=shortened(model), then=then)
 
     def act(self, act: str, model: str) -> Acted:
         target = ModelName(model)
@@ -563,11 +598,13 @@ class Agent:
         return self._disk.open_verified(source), "disk"
 
     def _refused(self, model: str, version: str, refusal: ev.RefuseLease) -> PrefetcherError:
+        refused = self._catalog.refused.get(model)
+        if refused is not None:
+            text = f"{refused}; {_LOOKED_AT_AGAIN}"
+            return type(refused)(text, model=model) if isinstance(refused, WeightsError) else type(refused)(text)
         if refusal.reason == "unknown_model":
             self._catalog.source(model)
             return ModelNotFoundError(f"no version {version!r} of {model}; check the version", model=model)
-        if model in self._catalog.refused:
-            return self._catalog.refused[model]
         source = self._catalog.models.get(ModelName(model))
         reason = self._disk.quarantined(source) if source is not None else None
         if reason:
@@ -589,6 +626,21 @@ class Agent:
         if not acted.ok:
             raise NoRoomError(f"{verb} {model}: {acted.reason}")
         return None
+
+
+def _problem_of(catalog: Catalog, options: AgentOptions) -> str:
+    """Why a folder of models can't be served from memory as it is, or ''."""
+    if not catalog.models:
+        folder = options.models_dir
+        return f"no model in {folder}: put a folder of safetensors files for each there, then run `prefetcher manifest {folder}`"
+    sizes = {model: source.manifest.bytes for model, source in catalog.models.items()}
+    large = sorted((model for model, taken in sizes.items() if taken > options.host_bytes), key=lambda model: -sizes[model])
+    if not large:
+        return ""
+    named = ", ".join(f"{model} ({size(sizes[model])})" for model in large[:_NAMED]) + (", …" if len(large) > _NAMED else "")
+    count = "every model is" if len(large) == len(sizes) else f"{len(large)} of {len(sizes)} models are"
+    which = f"{count} larger than --host-bytes ({size(options.host_bytes)}) and always read from disk: {named}"
+    return f"{which}; the largest needs --host-bytes {sizes[large[0]]}"
 
 
 def _switch_event(switch: records.Switch) -> ev.Event:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from prefetcher.agent.hostmem import HostArena
 from prefetcher.agent.moves import Moves
+from prefetcher.agent.uses import Unknown
 from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport
 from prefetcher.core.copies import Holdings, Stage, Weights
 from prefetcher.core.facts import TransferEnded
@@ -22,6 +23,8 @@ __all__ = ["LinkMeter", "make_report"]
 #: Link use is measured over about ten minutes; waits and speed over about fifty loads, as the decision's trial did.
 _BUSY_TAU_S = 600.0
 _LOAD_WEIGHT = 0.02
+#: Models that are named of those that a node is asked for and doesn't have.
+_UNKNOWN_NAMED = 20
 #: The speed of a link shows in loads of this size and more; smaller ones measure the start of threads.
 _SPEED_BYTES = 4 << 20
 
@@ -108,9 +111,16 @@ class LinkMeter:
 
 
 def make_report(
-    machine: ResidencyMachine, meter: LinkMeter, arena: HostArena, moves: Moves, now_s: float, problems: Sequence[str]
+    machine: ResidencyMachine,
+    meter: LinkMeter,
+    arena: HostArena,
+    moves: Moves,
+    now_s: float,
+    problems: Sequence[str],
+    left: Mapping[ModelName, str],
+    unknown: Unknown,
 ) -> NodeReport:
-    """The node as it is at `now_s`."""
+    """The node as it is at `now_s`. `left`: why models were evicted or bypassed last."""
     holdings = machine.holdings
     usage = arena.usage()
     held: list[HeldWeights] = []
@@ -145,6 +155,9 @@ def make_report(
             weights.bytes / meter.bytes_per_s,
             meter.others.get(key.model, 0.0),
             meter.loads.get(key.model, 0.0),
+            weights.last_use_s or None,
+            _why_absent(machine, weights, left, now_s),
+            weights.pinned,
         )
         for key, weights in sorted(holdings.weights.items())
         if key in serving and weights.ready(Tier.DISK)
@@ -165,4 +178,18 @@ def make_report(
         held=tuple(held),
         known=known,
         problems=tuple(problems),
+        unknown_rows=unknown.rows,
+        unknown=unknown.most(_UNKNOWN_NAMED),
     )
+
+
+def _why_absent(machine: ResidencyMachine, weights: Weights, left: Mapping[ModelName, str], now_s: float) -> str:
+    """Why weights are not in memory, as a short name; '' where they are, or nothing is known but that nobody asked."""
+    if Tier.HOST in weights.copies:
+        return ""
+    if machine.holdings.observing:
+        return "observe"
+    why = machine.plans.why_never(weights, Tier.HOST, prefetch=False)
+    if why or weights.retry_at_s > now_s:
+        return why or "load_failed"
+    return left.get(weights.key.model, "")

@@ -1,8 +1,8 @@
 """Which request rows and which opens are one use of a model: a program that posts its row and then opens is counted once.
 
 Rows reach the agent by way of the request log, opens directly, so that either may come first. Also keeps rows from counting twice that
-come again: after a restart a controller reads those anew that it had not saved. Not for two threads at once. Times are the clock's
-seconds, and so are all windows.
+come again: after a restart a controller reads those anew that it had not saved; and counts those that no model is there for. Not for two
+threads at once. Times are the clock's seconds, and so are all windows.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
 
 from prefetcher.core.types import ModelName, NodeName, RequestSeen
 
-__all__ = ["Uses", "UsesState"]
+__all__ = ["Unknown", "Uses", "UsesState"]
 
 #: How long a row that was served waits for its open.
 ROW_WAITS_S = 30.0
@@ -29,6 +29,8 @@ _REMEMBER_S = 90.0
 #: 550 rows a second for `_REMEMBER_S`.
 _REMEMBERED_ROWS = 50_000
 _OWN_ROW = "prefetcher-open-"
+#: Names of models that a node doesn't have: so many are counted each for itself.
+_UNKNOWN_NAMES = 1000
 _T = TypeVar("_T")
 
 
@@ -111,6 +113,31 @@ class Uses:
         self._recent = deque(state.recent)
         self._again = Counter(digest for _, digest in state.recent)
         self._again_until_s = now_s + _REMEMBER_S * self._speed
+
+
+class Unknown:
+    """Requests for models that the node doesn't have: how many, and of which. Names beyond `_UNKNOWN_NAMES` count in `rows` alone."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._by_name: Counter[str] = Counter()
+
+    def add(self, model: str) -> bool:
+        """Counts a request; whether its model is named for the first time."""
+        self.rows += 1
+        if model not in self._by_name and len(self._by_name) >= _UNKNOWN_NAMES:
+            return False
+        self._by_name[model] += 1
+        return self._by_name[model] == 1
+
+    def forget(self, models: Iterable[str]) -> None:
+        """The node has these now."""
+        for model in models:
+            self.rows -= self._by_name.pop(model, 0)
+
+    def most(self, count: int) -> tuple[tuple[str, int], ...]:
+        """The `count` models that were asked for most, with how often."""
+        return tuple(self._by_name.most_common(count))
 
 
 def _take(queues: dict[ModelName, deque[_T]], model: ModelName) -> bool:

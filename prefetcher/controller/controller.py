@@ -409,7 +409,7 @@ class Controller:
         planned = make_plan(report, outlook, worth, given)
         shadows = self._shadows.get(node)
         costs_s, shadow_wait_s = ({}, 0.0) if shadows is None else (shadows.costs_s, shadows.shadow_wait_s)
-        decides = records.Decides(outlook.expert, now_s, costs_s, shadow_wait_s)
+        decides = records.Decides(outlook.expert, now_s, costs_s, shadow_wait_s, self._learner.traffic.rows)
         items = {records.node_key(node, "plan"): records.encode(planned.plan), records.node_key(node, "decides"): records.encode(decides)}
         if not self._state.write_fenced(records.node_key(node, "fence"), self.fence, items):
             self.deposed = True

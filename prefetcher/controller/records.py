@@ -155,13 +155,14 @@ class Decides(msgspec.Struct, frozen=True):
     """Which expert decides on a node as of `at_s`.
 
     `costs_s`: what each expert's shadow cache cost lately, discounted seconds of waiting and of holding. `shadow_wait_s`: how long rows
-    would have waited so far with prefetching off.
+    would have waited so far with prefetching off. `learned_rows`: requests learned from since ever, of all nodes.
     """
 
     expert: str
     at_s: float
     costs_s: dict[str, float]
     shadow_wait_s: float
+    learned_rows: int = 0
 
 
 class Forecasts(msgspec.Struct, frozen=True):
@@ -189,6 +190,7 @@ class KnownWeights(msgspec.Struct, frozen=True):
     """Weights below the host tier: `load_s` is the measured time to load, or the link's where nothing was measured.
 
     Over its `loads` demand loads so far, `others` rows in all waited for other weights when its turn came: the model's own μ.
+    `absent`: why it is not in memory, as a short name, where that is known (`words.reason`). `last_use_s` is None before the first use.
     """
 
     model: str
@@ -197,6 +199,9 @@ class KnownWeights(msgspec.Struct, frozen=True):
     load_s: float
     others: float = 0.0
     loads: float = 0.0
+    last_use_s: float | None = None
+    absent: str = ""
+    pinned: bool = False
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
@@ -230,7 +235,8 @@ class Memory(msgspec.Struct, frozen=True):
 class NodeReport(msgspec.Struct, frozen=True):
     """What an agent says about itself.
 
-    `recent_wait_s` and `waiting_rows` are moving means over loads; `busy_ratio` of the last ten minutes.
+    `recent_wait_s` and `waiting_rows` are moving means over loads; `busy_ratio` of the last ten minutes. `unknown_rows`: requests since its
+    start for models that it does not have, and in `unknown` which models, most asked for first.
     """
 
     node: str
@@ -247,6 +253,8 @@ class NodeReport(msgspec.Struct, frozen=True):
     held: tuple[HeldWeights, ...] = ()
     known: tuple[KnownWeights, ...] = ()
     problems: tuple[str, ...] = ()
+    unknown_rows: int = 0
+    unknown: tuple[tuple[str, int], ...] = ()
 
 
 class OrderRecord(msgspec.Struct, frozen=True, omit_defaults=True):

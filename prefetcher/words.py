@@ -1,0 +1,85 @@
+"""How sizes, times, reasons and experts are put to people: in `prefetcher status`, the demo, and messages.
+
+The codes stay as they are in JSON, metrics and logs; acts by hand have words of their own (`api.acts`).
+"""
+
+from __future__ import annotations
+
+__all__ = ["expert", "reason", "size", "span"]
+
+_REASONS: dict[str, str] = {
+    # why a prefetch was not ordered (`controller.planning`)
+    "victims_worth_more": "what would have to leave is worth more",
+    "below_price": "holding it costs more than it saves",
+    "no_room": "what is in use or pinned leaves no room",
+    "link_busy": "the disk was busy",
+    "link_budget": "the disk had no time left",
+    "expert_without_prefetch": "what decides does not prefetch",
+    "went_unused_before": "it went unused the last time",
+    # why an order ended, or was refused
+    "too_large": "it is larger than --host-bytes",
+    "does_not_fit": "it does not fit beside what is pinned",
+    "hold": "nobody used it in its time",
+    "room": "its memory was needed",
+    "price": "holding it cost more than it saved",
+    "asked": "evicted by hand",
+    "bad": "its bytes are not those of its manifest",
+    "gone": "its memory was taken away",
+    "overdue": "it did not answer in time",
+    "newer_plan": "a newer plan does without it",
+    "newer_version": "a newer version took its place",
+    "version": "a newer version took its place",
+    "old_version": "a newer version took its place",
+    "deadline": "its time ran out before its turn came",
+    "restarted": "the node was started again",
+    "switched_off": "prefetching was switched off",
+    "plan": "the plan does without prefetching",
+    "observe": "this node only observes",
+    "stalled": "its load made no progress",
+    "load_failed": "its load failed",
+    "no_copy": "its files can't be read",
+    "unknown_weights": "the node knows no such model any more",
+    "control_group": "this hour measures what happens without prefetching",
+    "resident": "it was there already",
+    "moving": "it was on its way already",
+    "queued": "it was ordered already",
+    "demanded": "somebody waited for it already",
+    "bypass": "read from disk: keeping it did not pay",
+}
+_EXPERTS: dict[str, str] = {
+    "hazard-mix-prefetch": "keeps and prefetches by learned chances of use and recent rates together",
+    "hazard-10min": "keeps by the learned chance of use within 10 min, without prefetching",
+    "hazard-10min-prefetch": "keeps and prefetches by the learned chance of use within 10 min",
+    "hazard-10min-prefetch-2min": "keeps by the learned chance of use within 10 min, prefetches by that within 2 min",
+    "hazard-60min-prefetch": "keeps by the learned chance of use within an hour, prefetches by that within 10 min",
+    "lhd": "keeps by hit density, without prefetching",
+    "mix": "keeps by the rates of the last minutes to the last day together, without prefetching",
+    "lfu-1h": "keeps by how often models were used in the last hour, without prefetching",
+    "lfu-1d": "keeps by how often models were used in the last day, without prefetching",
+    "lfu-7d": "keeps by how often models were used in the last week, without prefetching",
+}
+
+
+def reason(code: str) -> str:
+    """What a reason means; one that is not known is given as it is."""
+    return _REASONS.get(code) or code.replace("_", " ")
+
+
+def expert(name: str) -> str:
+    """What an expert of `core.experts` does, '' for one that is not known."""
+    return _EXPERTS.get(name, "")
+
+
+def size(count: float) -> str:
+    """Bytes with a unit."""
+    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= one:
+            return f"{count / one:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def span(seconds: float) -> str:
+    """A length of time with a unit."""
+    if seconds < 90:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
