@@ -17,7 +17,7 @@ from typing import Any
 from prefetcher.clock import Clock, SystemClock
 from prefetcher.errors import PrefetcherError
 
-__all__ = ["compile_aloud", "compile_command", "compile_kernels", "compiled"]
+__all__ = ["compile_aloud", "compile_command", "compile_kernels", "compiled", "warm_kernels"]
 
 #: Seconds on two cores of a small machine: for what is shown meanwhile.
 _ABOUT_S = 30.0
@@ -110,6 +110,13 @@ def compile_command() -> None:
     compile_aloud()
     if not compiled():
         raise PrefetcherError(f"kernels did not compile; `python -m prefetcher.compiling {' or '.join(_PARTS)}` says why")
+
+
+def warm_kernels() -> None:
+    """Loads compiled kernels into this process, a second in all: else whoever comes first waits for it. Nothing while they are not compiled."""
+    if compiled():
+        for part in _PARTS.values():
+            part()
 
 
 def _can_keep() -> bool:

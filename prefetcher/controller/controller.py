@@ -43,6 +43,8 @@ _FRESH_S = 30.0
 _SILENCE_S = 86_400.0
 #: Longest real wait for something new, so that a wake for another reason is noticed soon: people who act by hand wait for it.
 _IDLE_S = 0.05
+#: A hint for weights that are there or on their way changes what is kept, which may wait so long; one for others is planned for at once.
+_HINT_WAITS_S = 1.0
 #: Back-off while the state store is away.
 _AWAY_S = 1.0
 _UNUSED = (Outcome.USELESS.value, Outcome.DISPLACED.value)
@@ -100,6 +102,8 @@ class Controller:
         self._hints = HintBook()
         #: Models that a hint came for since the last plan.
         self._hinted: set[str] = set()
+        #: When they are planned for at the latest.
+        self._hint_due_s = np.inf
         #: float32[windows, n]: rates of next use of every model at the last tick.
         self._rates = np.zeros((len(WINDOWS_S), 0), np.float32)
         self._shadows: dict[NodeName, ShadowCaches] = {}
@@ -161,7 +165,7 @@ class Controller:
         """Steps until `stop`, then saves. Streams or a state store that are away are waited out."""
         away = False
         while not stop.is_set() and not self.deposed:
-            due_s = (self._next_tick_s - self._clock.now_s()) / self._clock.speed
+            due_s = (min(self._next_tick_s, self._hint_due_s) - self._clock.now_s()) / self._clock.speed
             try:
                 self.step(max(0.0, min(due_s, _IDLE_S)))
                 away = False
@@ -203,11 +207,15 @@ class Controller:
         if now_s >= self._next_tick_s:
             self._wanted.add("tick")
         tick = "tick" in self._wanted and not came.more
-        if came.rows or tick or not self._learner.at(came.positions):
+        if came.rows or tick:
             self._take(came, now_s)
+        else:
+            self._learner.positions.update(came.positions)
         for outcome in came.outcomes:
             order = outcome.order or {}
-            self.order_ended(NodeName(outcome.node), str(order.get("decision_id", "")), str(order.get("outcome", "")))
+            # One that only begins goes on.
+            if order.get("end_s") is not None or order.get("first_use_s") is not None:
+                self.order_ended(NodeName(outcome.node), str(order.get("decision_id", "")), str(order.get("outcome", "")))
         self._take_hints(came.hints, now_s)
         if came.more:
             return True
@@ -264,8 +272,20 @@ class Controller:
             self._metrics.hints.labels(result=said).inc()
             if said in ("new", "folded"):
                 self._hinted.add(message.model)
-                self._wanted.add("hint")
+                waits_s = _HINT_WAITS_S * self._clock.speed if self._is_coming(message.model, now_s) else 0.0
+                self._hint_due_s = min(self._hint_due_s, now_s + waits_s)
         self._hints.expire(now_s)
+        if now_s >= self._hint_due_s:
+            self._wanted.add("hint")
+
+    def _is_coming(self, model: str, now_s: float) -> bool:
+        """Whether a plan would bring nothing for `model`: no node could load it a moment ago, or its home had it or has an order for it."""
+        home = self._home(model)
+        if home is None:
+            return True
+        past = self._past.get(home, {}).get(model)
+        ordered = past is not None and not past.ended and now_s < past.order.deadline_s
+        return ordered or not self._nodes.may_bring(home, model, now_s - _HINT_WAITS_S * self._clock.speed)
 
     def _home(self, model: str) -> NodeName | None:
         ordered = [node for node, past in self._past.items() if (entry := past.get(model)) is not None and not entry.ended]
@@ -304,6 +324,7 @@ class Controller:
         for node in nodes:
             self.plan(node, "tick" if "tick" in wanted else sorted(wanted)[0])
         self._hinted.clear()
+        self._hint_due_s = np.inf
 
     def _let_shadows_see(self, taken: Taken, until_s: float) -> None:
         """Takes every node's shadow caches through the rows that are its own."""
@@ -380,10 +401,10 @@ class Controller:
             self._metrics.skipped.labels(what="plan", reason="node_silent").inc()
             return None
         report = records.decode_report(raw)
-        self._nodes.take(node, report)
+        now_s = self._clock.now_s()
+        self._nodes.take(node, report, now_s)
         switch = msgspec.json.decode(switch_raw, type=records.Switch) if switch_raw else records.Switch()
         pins = records.decode_pins(pins_raw)
-        now_s = self._clock.now_s()
         past = self._past.setdefault(node, {})
         self._close_past(past, report, now_s)
         self._revision += 1

@@ -28,6 +28,7 @@ class Nodes:
         self.reports: dict[NodeName, records.NodeReport] = {}
         self._known: dict[NodeName, frozenset[str]] = {}
         self._held: dict[NodeName, frozenset[str]] = {}
+        self._read_s: dict[NodeName, float] = {}
         #: The node that served each model last.
         self._served: dict[str, NodeName] = {}
 
@@ -43,13 +44,20 @@ class Nodes:
         self.reports.clear()
         for node, report in zip(self.names, raw, strict=True):
             if report is not None:
-                self.take(node, records.decode_report(report))
+                self.take(node, records.decode_report(report), now_s)
 
-    def take(self, node: NodeName, report: records.NodeReport) -> None:
-        """A newer report of `node`."""
+    def take(self, node: NodeName, report: records.NodeReport, now_s: float) -> None:
+        """A newer report of `node`, read at `now_s`."""
         self.reports[node] = report
+        self._read_s[node] = now_s
         self._known[node] = frozenset(k.model for k in report.known)
         self._held[node] = frozenset(h.model for h in report.held)
+
+    def may_bring(self, node: NodeName, model: str, since_s: float) -> bool:
+        """Whether an order for `model` could bring it to `node`: known there and not in memory, or not told since `since_s`."""
+        if self._read_s.get(node, float("-inf")) < since_s:
+            return True
+        return model in self._known.get(node, ()) and model not in self._held.get(node, ())
 
     def served(self, rows: Iterable[RequestSeen]) -> None:
         """Rows that name their node say where their models are asked for."""
