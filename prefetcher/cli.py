@@ -18,6 +18,7 @@ import typer
 
 from prefetcher import __version__
 from prefetcher.cli_roles import Config, add_commands, run_app
+from prefetcher.cli_settings import OF_REPLAY, OF_UP, overrides_of, with_defaults
 from prefetcher.errors import InputError, PrefetcherError, UsageError
 
 __all__ = ["app", "main"]
@@ -59,7 +60,7 @@ Url = Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Addres
 Model = Annotated[str, typer.Argument(help="The model's name.")]
 
 
-@app.command()
+@app.command(cls=with_defaults(OF_UP))
 def up(
     models: Annotated[Path | None, typer.Option(help="Folder of models, one folder of safetensors files each.")] = None,
     host_bytes: Annotated[str | None, typer.Option(help="Host memory for weights, as 8GB, 8GiB or 8e9.")] = None,
@@ -87,33 +88,12 @@ def up(
     config: Config = None,
 ) -> None:
     """Runs all roles in one process on this machine, until Ctrl-C or SIGTERM."""
+    # Before anything else is a local: by the table that help takes the defaults from.
+    overrides = overrides_of(locals())
     from prefetcher.config import load_settings
     from prefetcher.telemetry.logs import configure
 
-    settings = load_settings(
-        {
-            "node": {
-                "models_dir": models,
-                "host_bytes": host_bytes,
-                "host_dir": host_dir,
-                "lock": lock,
-                "link_bytes_per_s": link_bytes_per_s,
-                "socket": socket,
-            },
-            "decision": {
-                "observe": observe or None,
-                "tick_s": tick_s,
-                "hold_s": hold_s,
-                "price": price,
-                "control_ratio": control_ratio,
-            },
-            "api": {"host": host, "port": port},
-            "state": {"dir": state_dir, "url": state_url, "snapshot_s": snapshot_s},
-            "stream": {"follow": follow, "map": map_, "tz": tz},
-            "log": {"level": log_level, "format": log_format},
-        },
-        config,
-    )
+    settings = load_settings(overrides, config)
     for option in ("map", "tz"):
         if settings.stream.follow is None and option in settings.stream.model_fields_set:
             raise UsageError(f"--{option} says how to read the log that --follow names, and none is named; give --follow LOG, or leave it")
@@ -211,7 +191,7 @@ def manifest(
     raise typer.Exit(refused[0].exit_code)
 
 
-@app.command()
+@app.command(cls=with_defaults(OF_REPLAY))
 def replay(
     log: Annotated[Path, typer.Argument(help="Request log: parquet, CSV or JSONL, plain or compressed.")],
     out: Annotated[Path, typer.Option(help="Folder for summary.json, report.html and the four logs.")],
