@@ -342,3 +342,49 @@ def test_a_hint_is_for_one_node() -> None:
     plans = [world.state.read(records.node_key(NodeName(node), "plan")) for node in ("a", "b", "c")]
     ordered = [d.order for raw in plans if raw is not None for d in records.decode_plan(raw).desired if d.order]
     assert len(ordered) == 1
+
+
+def test_a_store_that_lost_its_memory_is_planned_from_again() -> None:
+    world = World()
+    for _ in range(5):
+        world.state.next_number(records.EPOCH)
+    old = world.make()
+    world.report(fence=old.fence)
+    old.step()
+    world.state = MemoryState(world.clock)
+    world.report(fence=old.fence)
+    new = world.make()
+    assert new.fence < old.fence
+    new.step()
+    assert new.fence > old.fence
+    assert world.plan().fence == new.fence
+    assert not new.deposed
+
+
+def test_a_leader_that_was_followed_while_it_slept_writes_nothing_more() -> None:
+    world = World()
+    world.report()
+    old = world.controller
+    old.step()
+    new = world.make()
+    new.step()
+    world.clock.advance(60)
+    world.report(fence=new.fence)
+    old.step()
+    assert old.deposed
+    assert world.plan().fence == new.fence
+
+
+def test_a_clock_that_is_set_back_does_not_stop_the_planning() -> None:
+    world = World()
+    world.report()
+    world.controller.step()
+    first = world.plan().revision
+    world.clock.advance(-7200.0)
+    world.report()
+    world.controller.step()
+    assert world.plan().revision > first
+    world.clock.advance(60.0)
+    world.report()
+    world.controller.step()
+    assert world.plan().revision > first + 1

@@ -199,6 +199,7 @@ class Controller:
         """
         assert self._intake is not None
         self.alive_s = self._clock.steady_s()
+        self._mind_the_clock(self._clock.now_s())
         if self._clock.now_s() >= self._next_tick_s or not self._nodes.reports:
             # Before anything is taken in: from there to the plans nothing can fail halfway.
             self._look_at_nodes()
@@ -311,10 +312,34 @@ class Controller:
                 found.setdefault(node, []).append(row)
         return found
 
+    def _mind_the_clock(self, now_s: float) -> None:
+        """A clock that was set back must not put off what was due by the time before."""
+        if self._next_tick_s - now_s > 2.0 * self._options.tick_s:
+            log().warning("clock_set_back", by_s=round(self._next_tick_s - now_s), then="planning goes on by the new time")
+            self._metrics.skipped.labels(what="tick", reason="clock_set_back").inc()
+            self._next_tick_s = self._next_snapshot_s = self._hint_due_s = now_s
+
     def _look_at_nodes(self) -> None:
         self._nodes.look(self._clock.now_s())
+        self._mind_the_fence()
         for node in set(self._shadows) - set(self._nodes.names):
             del self._shadows[node]
+
+    def _mind_the_fence(self) -> None:
+        """Agents refuse whoever has a lower fence than they saw. Where the store itself knows no higher one, it lost its memory: then the
+        fence is raised above theirs; else somebody else leads.
+        """
+        highest = max((report.fence for report in self._nodes.reports.values()), default=0)
+        if highest <= self.fence:
+            return
+        if int(self._state.read(records.EPOCH) or 0) >= highest:
+            self.deposed = True
+            return
+        while self.fence <= highest:
+            self.fence = self._state.next_number(records.EPOCH)
+        # What was learned went with it, and is written again.
+        self._saved = {}
+        log().warning("fence_raised", fence=self.fence, reason="the state store lost its memory")
 
     def _plan_for(self, wanted: set[str]) -> None:
         """Plans every node at a tick and for what concerns all, and for a hint or a start only the nodes that it concerns."""
@@ -508,7 +533,10 @@ class Controller:
     def save(self) -> None:
         """Writes a snapshot of what was learned, with its position, unless another controller leads or nothing is new."""
         self._next_snapshot_s = self._clock.now_s() + self._options.snapshot_s
-        if self._learner.positions == self._saved or self.deposed or self._intake is None:
+        if self.deposed or self._intake is None:
+            return
+        if self._learner.positions == self._saved and self._state.read(records.FENCE) is not None:
+            # Nothing is new, and the store still has it.
             return
         arrays: dict[str, np.ndarray] = {}
         facts = {}
