@@ -123,11 +123,11 @@ def test_the_second_line_says_where_the_saving_comes_from(coverage: float | None
         entry("gdsf", 500.0, moved_gb=300.0),
         entry("ours", 90.0, moved_gb=250.0, coverage=coverage),
     ]
-    verdict = judge(policies, 10.0, models=[ModelsCompared("lru", 3, 1, 7)])
+    verdict = judge(policies, 10.0, models=[ModelsCompared("lru", 3, 1, 7, 0.8, 0.1)])
     assert said in verdict.why
     assert verdict.ahead_s_per_h == (None if ahead is None else pytest.approx(ahead))
     assert verdict.why.endswith(
-        "3 models wait less than with LRU, 1 longer, 7 as long; "
+        "3 models wait less than with LRU (80 % of requests), 1 longer (10 %), 7 as long; "
         "250 GB read from disk, 50 GB more than with LRU and 50 GB less than with gdsf"
     )
 
@@ -235,7 +235,7 @@ def test_models_figure_ranks_gains_above_losses() -> None:
     assert [(row[0], row[5]) for row in figure.rows] == [("a", "8 s"), ("b", "-7 s")]
     assert figure.note == "1 models wait less than with lru, 1 wait longer, 1 are served alike."
     # A model that nobody asked for is not served alike.
-    assert compare_models(mine, theirs, "lru", 5) == ModelsCompared("lru", 1, 1, 1)
+    assert compare_models(mine, theirs, "lru", 5) == ModelsCompared("lru", 1, 1, 1, 0.5, 0.25)
 
 
 def test_week_figure_counts_per_hour_of_the_zone() -> None:

@@ -37,6 +37,8 @@ DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MODELS_SHOWN = 10
 #: Waits below this are drawn at it: a log scale has no zero, and nobody notices a tenth of a second.
 _LEAST_WAIT_S = 0.1
+#: A model whose waits add up to less of a difference is served alike: times of today's epoch are exact to a microsecond only.
+_ALIKE_S = 1e-3
 #: Of fewer requests, or of less than a day, hours of a week say nothing.
 _LEAST_WEEK_REQUESTS = 100
 _LEAST_WEEK_HOURS = 24.0
@@ -199,8 +201,11 @@ def compare_models(
     Models without a row are not counted.
     """
     saved = _waits_by_model(other, models) - _waits_by_model(ours, models)
-    asked = np.bincount(ours[0], minlength=models) > 0
-    return ModelsCompared(other_name, int((saved > 0).sum()), int((saved < 0).sum()), int(((saved == 0) & asked).sum()))
+    requests = np.bincount(ours[0], minlength=models)
+    less, longer, all_of_them = saved > _ALIKE_S, saved < -_ALIKE_S, max(1, int(requests.sum()))
+    alike = ~less & ~longer & (requests > 0)
+    ratios = (float(requests[side].sum() / all_of_them) for side in (less, longer))
+    return ModelsCompared(other_name, int(less.sum()), int(longer.sum()), int(alike.sum()), *ratios)
 
 
 def _waits_by_model(side: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]], models: int) -> npt.NDArray[np.float64]:
@@ -221,7 +226,7 @@ def models_figure(
     requests = np.bincount(ours[0], minlength=len(models))
     saved = theirs - mine
     order = np.argsort(-saved, kind="stable")
-    gains, losses = order[saved[order] > 0], order[::-1][saved[order[::-1]] < 0]
+    gains, losses = order[saved[order] > _ALIKE_S], order[::-1][saved[order[::-1]] < -_ALIKE_S]
     counts = compare_models(ours, rival, rival_name, len(models))
     note = f"{counts.less} models wait less than with {rival_name}, {counts.longer} wait longer, {counts.alike} are served alike."
     chosen = [*gains[:_MODELS_SHOWN].tolist(), *losses[:_MODELS_SHOWN][::-1].tolist()]

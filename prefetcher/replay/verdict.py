@@ -25,12 +25,16 @@ _LRU = "lru"
 
 @dataclass(frozen=True, slots=True)
 class ModelsCompared:
-    """How many models wait less than with `policy`, how many longer, and how many are served alike."""
+    """How many models wait less than with `policy`, how many longer, and how many are served alike; `less_ratio` and `longer_ratio` are
+    the shares of requests that the first two have.
+    """
 
     policy: str
     less: int
     longer: int
     alike: int
+    less_ratio: float
+    longer_ratio: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +225,9 @@ def _where_from(saved: float, ahead: float | None, mine: Mapping[str, Any], toda
 
 
 def _models_in_words(compared: ModelsCompared) -> str:
-    models = "model waits" if compared.less == 1 else "models wait"
-    return f"{compared.less:,} {models} less than with {named(compared.policy)}, {compared.longer:,} longer, {compared.alike:,} as long"
+    less = f"{compared.less:,} {'model waits' if compared.less == 1 else 'models wait'} less than with {named(compared.policy)}"
+    share, longer_share = (f"{ratio * 100:.0f} %" for ratio in (compared.less_ratio, compared.longer_ratio))
+    return f"{less} ({share} of requests), {compared.longer:,} longer ({longer_share}), {compared.alike:,} as long"
 
 
 def _reading(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
