@@ -22,8 +22,8 @@ T0 = 1_767_225_600
 
 class Setup:
     def __init__(self, path: Path, streams: MemoryStreams, fields: str | None = None) -> None:
-        self.streams, self.metrics = streams, Metrics()
-        self.follower = Follower(path, streams, VirtualClock(T0 + 1000.0), self.metrics, lambda reason: None, fields)
+        self.streams, self.metrics, self.clock = streams, Metrics(), VirtualClock(T0 + 1000.0)
+        self.follower = Follower(path, streams, self.clock, self.metrics, lambda reason: None, fields)
 
     def read(self) -> list[tuple[float, str]]:
         while self.follower.step():
@@ -268,3 +268,82 @@ def test_csv_and_times_and_maps(tmp_path: Path) -> None:
 def test_a_map_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(SettingsError):
         Setup(tmp_path / "x", MemoryStreams(), "nonsense")
+
+
+def test_a_log_with_other_columns_is_a_problem_that_names_them_until_something_is_read(tmp_path: Path) -> None:
+    path, streams = tmp_path / "log.jsonl", MemoryStreams()
+    path.write_text(f'{{"startTime": {T0}, "request": {{"model": "a", "user": 1}}, "status": 200}}\n' * 25)
+    setup = Setup(path, streams)
+    with structlog.testing.capture_logs() as said:
+        assert setup.read() == []
+        setup.clock.advance(61.0)
+        setup.follower.step()
+        setup.clock.advance(61.0)
+        setup.follower.step()
+    named = [entry for entry in said if entry["event"] == "line_skipped"]
+    (summary,) = [entry for entry in said if entry["event"] == "lines_skipped"]
+    assert len(named) == 20
+    assert (summary["lines"], summary["reasons"], summary["rows_read"]) == (5, {"ts is no time": 5}, 0)
+    assert "25 lines were refused (ts is no time: 25)" in setup.follower.problem
+    assert "its columns are startTime, request.model, request.user, status: say which" in setup.follower.problem
+    assert "--map ts=COLUMN,model=COLUMN" in setup.follower.unreadable
+    with path.open("a") as file:
+        file.write(line(1, "a"))
+    assert len(setup.read()) == 1
+    assert setup.follower.problem == ""
+    setup.close()
+    with path.open("a") as file:
+        file.write("nonsense\n")
+    again = Setup(path, streams)
+    again.read()
+    assert again.bad() == ["not a record"]
+    assert again.follower.problem == "", "an earlier process read of it"
+    again.close()
+
+
+def test_what_is_no_json_at_all_and_a_header_without_the_columns(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text("GET / 200\n")
+    setup = Setup(path, MemoryStreams())
+    setup.read()
+    assert "follow takes JSON lines or CSV" in setup.follower.unreadable
+    setup.close()
+    path = tmp_path / "log.csv"
+    path.write_text("when,what\n1,a\n")
+    setup = Setup(path, MemoryStreams())
+    setup.read()
+    assert "its columns are when, what" in setup.follower.unreadable
+    setup.close()
+
+
+def test_a_file_that_is_not_there_yet_is_said_once(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    setup = Setup(path, MemoryStreams())
+    with structlog.testing.capture_logs() as said:
+        for _ in range(3):
+            assert not setup.follower.step()
+    assert [entry["event"] for entry in said] == ["follow_waits"]
+    assert "is not there yet" in setup.follower.problem
+    assert setup.follower.unreadable == ""
+    path.write_text(line(1, "a"))
+    assert len(setup.read()) == 1
+    assert setup.follower.problem == ""
+    setup.close()
+
+
+@pytest.mark.parametrize(("name", "start"), [("log.parquet", b""), ("log.jsonl.gz", b""), ("log.jsonl", b"PAR1"), ("log", b"\x1f\x8b\x08")])
+def test_parquet_and_compressed_files_are_refused(tmp_path: Path, name: str, start: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(start + b"\n")
+    with pytest.raises(SettingsError, match="follow takes JSON lines or CSV"):
+        Setup(path, MemoryStreams())
+
+
+def test_a_compressed_file_that_comes_later_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    setup = Setup(path, MemoryStreams())
+    setup.read()
+    path.write_bytes(b"\x1f\x8b\x08\n")
+    assert setup.read() == []
+    assert "parquet or compressed" in setup.follower.problem
+    setup.close()

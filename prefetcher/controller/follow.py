@@ -2,7 +2,7 @@
 
 JSON lines or CSV (by its name), through the same field maps and times as replay. A file that is rotated or cut is followed on, through
 every file that it was rotated to meanwhile (`rotation`); the place is kept in the stream's own marks, so each line is taken once, also
-across a crash. Bad lines are counted and named, and never in the way.
+across a crash. Bad lines are counted and named, and never in the way; a log of which nothing can be read is a problem of the process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import csv
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +22,7 @@ import pyarrow as pa
 from prefetcher.clock import Clock
 from prefetcher.controller.rotation import Place, files_after, find_file
 from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, NodeName, RequestSeen
-from prefetcher.errors import NoRoomError, UnavailableError, shortened
+from prefetcher.errors import NoRoomError, SettingsError, UnavailableError, shortened
 from prefetcher.ports import Streams, Topic
 from prefetcher.replay.maps import first_value, parse_map
 from prefetcher.replay.times import TimeReader
@@ -35,8 +36,16 @@ _CHUNK_BYTES = 1 << 20
 _IDLE_S = 0.2
 #: Clocks of gateways may be this far ahead of ours.
 _AHEAD_S = 60.0
-#: Bad lines that are named each minute of reading; the others are counted.
+#: Bad lines that are named; the others are counted, and summed up after so many real seconds.
 _NAMED = 20
+_SUMMARY_S = 60.0
+#: Columns that a message names.
+_COLUMNS_NAMED = 12
+#: How parquet, gzip, zstd, bzip2, xz and lz4 files begin.
+_OTHER_FORMATS = (b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"\x04\x22\x4d\x18")
+_MAGIC_BYTES = 6
+_OTHER_SUFFIXES = frozenset({".parquet", ".gz", ".zst", ".bz2", ".xz", ".lz4"})
+_TAKES = "follow takes JSON lines or CSV"
 #: What the HTTP endpoint takes at most, too.
 _MOST_COUNT = 1_000_000_000
 
@@ -45,7 +54,7 @@ class Follower:
     """Follows `path` into the requests topic; `wake('')` is called after every append. `run` is for a thread of its own.
 
     Raises:
-        SettingsError: the field map or the time zone does not exist.
+        SettingsError: the field map or the time zone does not exist, or the file is parquet or compressed.
     """
 
     def __init__(
@@ -73,8 +82,39 @@ class Follower:
         self._offset = 0
         self._line = 0
         self._named = 0
+        self._rows_read = 0
+        #: Bad lines by reason: all, and those that no line of the log has told of yet.
+        self._bad_lines: Counter[str] = Counter()
+        self._untold: Counter[str] = Counter()
+        self._told_s = self._real_s()
+        self._columns_seen: list[str] = []
+        #: Why there is no file to read, '' where there is one.
+        self._no_file = ""
+        #: Whether rows were read, in this process or by an earlier one.
+        self._was_read = False
+        #: '' or why nothing at all could be read of what is there, with what to do.
+        self.unreadable = ""
+        if path.suffix in _OTHER_SUFFIXES or (path.is_file() and _is_other_format(path)):
+            raise SettingsError(_refusal(path))
         #: Rows that were read and not appended yet, with their mark: the disk is full.
         self._unsaved: tuple[list[RequestSeen], str] | None = None
+
+    @property
+    def problem(self) -> str:
+        """'' or why nothing is read: for people; what `unreadable` says as well."""
+        return self._no_file or self.unreadable
+
+    def _why_unreadable(self) -> str:
+        bad = sum(self._bad_lines.values())
+        if self._was_read or bad == 0:
+            return ""
+        reasons = ", ".join(f"{why}: {count:,}" for why, count in self._bad_lines.most_common(3))
+        said = f"nothing of {self._path} could be read, {bad:,} lines were refused ({reasons})"
+        if not self._columns_seen:
+            return f"{said}; {_TAKES}, and CSV is told by a name with .csv"
+        named = ", ".join(shortened(name, 40) for name in self._columns_seen[:_COLUMNS_NAMED])
+        more = ", …" if len(self._columns_seen) > _COLUMNS_NAMED else ""
+        return f"{said}; its columns are {named}{more}: say which are time and model with --map, as --map ts=COLUMN,model=COLUMN"
 
     def run(self, stop: threading.Event) -> None:
         """Reads what is there and what comes, until `stop`."""
@@ -92,6 +132,13 @@ class Follower:
 
     def step(self) -> bool:
         """Takes one chunk of whole lines in; whether there was one."""
+        try:
+            return self._step()
+        finally:
+            self.unreadable = self._why_unreadable()
+            self._sum_up()
+
+    def _step(self) -> bool:
         if self._unsaved is not None:
             self._save(self._unsaved)
             return True
@@ -112,6 +159,7 @@ class Follower:
     def _openfirst_value(self) -> bool:
         """Opens the file where reading stopped, wherever it was rotated to, or what came after it; False while there is none."""
         place = Place.from_mark(self._streams.last_mark(Topic.REQUESTS))
+        self._was_read = self._was_read or place is not None
         if place is None:
             return self._open(self._path, 0)
         found = find_file(self._path, place.inode)
@@ -138,7 +186,15 @@ class Follower:
         try:
             file = path.open("rb")
         except FileNotFoundError:
+            self._wait_for(f"{path} is not there yet; it is followed once it is")
             return False
+        start = file.read(_MAGIC_BYTES)
+        file.seek(0)
+        if start.startswith(_OTHER_FORMATS):
+            file.close()
+            self._wait_for(_refusal(path))
+            return False
+        self._no_file = ""
         self._file, self._inode, self._offset, self._line = file, os.fstat(file.fileno()).st_ino, offset, 0
         if self._csv:
             header = file.readline()
@@ -153,6 +209,11 @@ class Follower:
         log().info("following", path=str(path), offset=self._offset)
         return True
 
+    def _wait_for(self, why: str) -> None:
+        if why != self._no_file:
+            log().warning("follow_waits", path=str(self._path), reason=why)
+        self._no_file = why
+
     def _columns(self, header: bytes) -> list[str]:
         """The names in a CSV header; none when it is no header, so that no row is taken by a column that it isn't."""
         try:
@@ -164,6 +225,7 @@ class Follower:
             if names.count(name) > 1:
                 self._bad(f"not a header: it has the column {shortened(repr(name))} {names.count(name)} times")
                 return []
+        self._columns_seen = names
         return names
 
     def _next_file(self, rest: bytes) -> bool:
@@ -197,6 +259,8 @@ class Follower:
         rows, mark = unsaved
         self._writer.append(Topic.REQUESTS, request_records(rows), mark=mark)
         self._unsaved = None
+        self._rows_read += len(rows)
+        self._was_read = True
         self._metrics.requests.labels(source="file").inc(len(rows))
         self._wake("")
 
@@ -211,6 +275,8 @@ class Follower:
             except (ValueError, csv.Error, RecursionError) as exc:
                 self._bad(f"not a record: {exc}")
                 continue
+            if not self._columns_seen:
+                self._columns_seen = _names(record)
             found.append((self._line, {column: first_value(record, paths) for column, paths in self._fields.items()}))
         times = self._seconds([values["ts"] for _, values in found])
         now_s = self._clock.now_s()
@@ -252,10 +318,51 @@ class Follower:
         return out
 
     def _bad(self, reason: str, line: int | None = None) -> None:
-        self._metrics.bad_requests.labels(source="file", reason=reason.split(":")[0]).inc()
+        short = reason.split(":")[0]
+        self._metrics.bad_requests.labels(source="file", reason=short).inc()
+        self._bad_lines[short] += 1
         self._named += 1
-        if self._named <= _NAMED:
+        if self._named > _NAMED:
+            self._untold[short] += 1
+        else:
             log().warning("line_skipped", path=str(self._path), line=self._line if line is None else line, reason=reason)
+
+
+    def _sum_up(self) -> None:
+        """Tells of bad lines that were not named, at most once a minute."""
+        now_s = self._real_s()
+        if not self._untold or now_s - self._told_s < _SUMMARY_S:
+            return
+        log().warning(
+            "lines_skipped",
+            path=str(self._path),
+            lines=sum(self._untold.values()),
+            reasons=dict(self._untold),
+            rows_read=self._rows_read,
+            problem=self.unreadable,
+        )
+        self._told_s = now_s
+        self._untold.clear()
+
+    def _real_s(self) -> float:
+        return self._clock.steady_s() / self._clock.speed
+
+
+def _is_other_format(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(_MAGIC_BYTES).startswith(_OTHER_FORMATS)
+
+
+def _refusal(path: Path) -> str:
+    return f"{path} is parquet or compressed; {_TAKES}, as they are written; `prefetcher replay` reads it"
+
+
+def _names(record: dict[str, Any]) -> list[str]:
+    """A record's fields as a map names them: those of objects in it with a dot."""
+    names = []
+    for name, value in record.items():
+        names += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
+    return names
 
 
 def _plain(value: float | str) -> float | str:
