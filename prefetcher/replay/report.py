@@ -7,6 +7,7 @@ of its tables mean `report_words`. The same replay gives the same bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -33,6 +34,8 @@ __all__ = ["write_report"]
 
 #: Lines that can still be told apart in the chart of waits.
 _CURVES = 6
+
+_UNIT = re.compile(r"(\d) (%|s\b|GB\b)")
 
 _METHOD = (
     "Every policy was run over the log by a simulation with a virtual clock; {ours} is the code that decides in "
@@ -133,7 +136,7 @@ def _page(
             "<body><main>",
             f"<header><span><b>prefetcher</b> replay of {escape(str(described.get('log', trace.path)))}</span>",
             '<button id="theme" type="button">Light or dark</button></header>',
-            f"<h1>{escape(head)}{f'<small>{escape(tail)}</small>' if tail else ''}</h1>",
+            f"<h1>{_unbroken(head)}{f'<small>{_unbroken(tail)}</small>' if tail else ''}</h1>",
             f'<p class="lede">{escape(_lede(described, policies, hours, trace))}</p>',
             _facts(verdict, policies, hours, ours),
             *sections,
@@ -160,26 +163,25 @@ def _facts(verdict: Verdict, policies: Sequence[Mapping[str, Any]], hours: float
     rival = next((p for p in policies if p["policy"] == verdict.rival), None)
     if mine is None or rival is None or hours <= 0:
         return ""
-    name = escape(rival["policy"])
+    others = [p for p in policies if p["policy"] == "lru" and p is not rival] + [rival]
+
+    def beside(key: str, per: float) -> str:
+        return ", ".join(f"{plain_number(p[key] / per)} with {escape(named(p['policy']))}" for p in others)
+
     cards = [
-        (
-            "Waiting",
-            mine["cold_seconds"] / hours,
-            "s an hour",
-            f"{plain_number(rival['cold_seconds'] / hours)} with {name}",
-        ),
-        ("Cold starts", mine["cold_starts"], f"of {mine['requests']:,}", f"{rival['cold_starts']:,} with {name}"),
-        ("Held", mine["held_gb_h"] / hours, "GB, mean", f"{plain_number(rival['held_gb_h'] / hours)} with {name}"),
+        ("Waiting", mine["cold_seconds"] / hours, "s an hour", beside("cold_seconds", hours)),
+        ("Cold starts", mine["cold_starts"], f"of {mine['requests']:,}", beside("cold_starts", 1)),
+        ("Held", mine["held_gb_h"] / hours, "GB, mean", beside("held_gb_h", hours)),
         (
             "Held and idle",
             mine["idle_gb_h"] / hours,
             "GB, mean",
-            f"{plain_number(rival['idle_gb_h'] / hours)} with {name}; {plain_number(mine['wasted_gb_h'] / hours)} in prefetches never used",
+            f"{beside('idle_gb_h', hours)}; {plain_number(mine['wasted_gb_h'] / hours)} in prefetches never used",
         ),
     ]
     inner = "".join(
-        f"<div><dt>{title}</dt><dd>{plain_number(value)} <span>{unit}</span></dd><p>{beside}</p></div>"
-        for title, value, unit, beside in cards
+        f"<div><dt>{title}</dt><dd>{plain_number(value)} <span>{unit}</span></dd><p>{text}</p></div>"
+        for title, value, unit, text in cards
     )
     return f'<dl class="facts">{inner}</dl>'
 
@@ -231,10 +233,10 @@ def _sources_section(verdict: Verdict, policies: Sequence[Mapping[str, Any]], ho
     if hours > 0 and verdict.ahead_s_per_h is not None:
         rows.append((f"{ours}, without fetching ahead", mine["cold_seconds"] / hours + verdict.ahead_s_per_h))
     rows += [(ours, mine["cold_seconds"] / hours)] if hours > 0 else []
-    body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{plain_number(waits)}</td></tr>' for name, waits in rows)
+    body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{_waiting(waits)}</td></tr>' for name, waits in rows)
     heads = '<th scope="col">policy</th><th scope="col">waiting, s an hour</th>'
     why = verdict.why[0].upper() + verdict.why[1:]
-    return f"<section><h2>Where the saving comes from</h2><p>{escape(why)}.</p>{_table(heads, body, ' small')}</section>"
+    return f"<section><h2>Where the saving comes from</h2><p>{_unbroken(why)}.</p>{_table(heads, body, ' small')}</section>"
 
 
 def _words_section(policies: Sequence[Mapping[str, Any]]) -> str:
@@ -295,6 +297,16 @@ def _method_section(described: Mapping[str, Any], ours: str) -> str:
         f"<section><h2>How this was computed</h2><p>{escape(_METHOD.format(ours=ours))}</p>"
         f"<details><summary>Settings</summary>{_table('', rows, ' small settings')}</details></section>"
     )
+
+
+def _unbroken(text: str) -> str:
+    """`text` for HTML; no line ends between a number and its unit."""
+    return _UNIT.sub("\\1&nbsp;\\2", escape(text))
+
+
+def _waiting(s_per_h: float) -> str:
+    """To a tenth also where that is a small part, so that steps between policies are seen."""
+    return f"{s_per_h:,.1f}" if s_per_h >= 10 else plain_number(s_per_h)
 
 
 def _setting(value: Any) -> str:
