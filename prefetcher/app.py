@@ -89,6 +89,12 @@ class App(Process):
         self._leadership: Leadership | None = None
         self._compiling: threading.Thread | None = None
         self._agent: Agent | None = None
+        self._follower: Follower | None = None
+
+    @property
+    def learned_in(self) -> str:
+        """Where what was learned stays when the process ends."""
+        return str(self._folder) if self._settings.state.url is None else "the state server"
 
     def start(self) -> None:
         """Starts every part. Raises PrefetcherError and leaves nothing, running or half-made, when one of them can't be started."""
@@ -135,7 +141,7 @@ class App(Process):
         else:
             self.address = self.serve(make_health_endpoint(self.metrics, self._problems), listener)
         if settings.stream.follow is not None:
-            follower = Follower(
+            self._follower = Follower(
                 settings.stream.follow,
                 self._streams,
                 self.clock,
@@ -144,7 +150,7 @@ class App(Process):
                 settings.stream.map,
                 settings.stream.tz,
             )
-            self.run_thread("follow", follower.run)
+            self.run_thread("follow", self._follower.run)
         log().info("ready", url=self.address, roles=sorted(self._roles), node=self._node, observe=settings.decision.observe)
 
     # --- what roles share ---
@@ -331,6 +337,8 @@ class App(Process):
             user_hash=self._hash_user,
             group=self._settings.node.group,
         )
+        service.check_log = lambda: "" if self._follower is None else self._follower.unreadable
+        service.note = lambda: "" if self._follower is None else self._follower.problem
         self.closes("hints", service.close)
         self.run_thread("by hand", service.by_hand.run)
         self.metrics.prefetching.set(1.0 if service.switched_on() else 0.0)

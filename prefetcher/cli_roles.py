@@ -5,6 +5,8 @@ Covers options and what is printed; what commands do is in the modules that they
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +42,9 @@ def run_app(application: App, said: str) -> None:
         application.stop()
     if application.failure:
         raise UnavailableError(application.failure)
+    # Whoever started it may read no more; what print keeps in its buffer would then fail the exit.
+    with contextlib.suppress(OSError):
+        os.write(1, f"stopped; what was learned is in {application.learned_in}\n".encode())
 
 
 def _run_role(role: str, config: Path | None, overrides: dict[str, dict[str, Any]]) -> None:

@@ -47,8 +47,8 @@ def make_endpoint(service: Service, body_limit_bytes: int, access: Access | None
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
-    def health() -> Any:
-        problems = service.problems()
+    def health(*more: str) -> Any:
+        problems = [*service.problems(), *filter(None, more)]
         return problem(503, "; ".join(problems), retry_after_s=1.0) if problems else {"status": "ok"}
 
     @app.get("/healthz", response_model=HealthAnswer, responses=PROBLEMS, summary="Whether node, controller and state store answer")
@@ -57,7 +57,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/readyz", response_model=HealthAnswer, responses=PROBLEMS, summary="Whether requests are taken in and weights handed out")
     def readyz() -> Any:
-        return health()
+        return health(service.check_log())
 
     @app.get(
         "/metrics",

@@ -176,5 +176,5 @@ def add_questions(app: FastAPI, service: Service, access: Access) -> None:
             mode=mode,
             observe=found.observe or mode == "observe",
             now_s=service.now_s,
-            problems=service.problems(),
+            problems=[*service.problems(), *filter(None, [service.note()])],
         )

@@ -70,6 +70,10 @@ class Service:
         self._wake = wake
         self._check_controller = check_controller
         self._user_hash = user_hash
+        #: '' or why nothing of a followed log can be read: it is no reason to start the process again.
+        self.check_log: Callable[[], str] = lambda: ""
+        #: '' or what people should know besides.
+        self.note: Callable[[], str] = lambda: ""
 
     @property
     def now_s(self) -> float:
