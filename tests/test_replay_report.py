@@ -132,6 +132,12 @@ def test_the_second_line_says_where_the_saving_comes_from(coverage: float | None
     )
 
 
+def test_where_nothing_differs_the_second_line_says_so() -> None:
+    same = [entry(policy, 10.0, moved_gb=5.0) for policy in ("lru", "ours")]
+    why = judge(same, 10.0, models=[ModelsCompared("lru", 0, 0, 7, 0.0, 0.0)]).why
+    assert why == "every model waits as long as with LRU; 5 GB read from disk, as much as with LRU"
+
+
 def test_what_loses_to_a_rival_may_still_save_over_lru() -> None:
     line = judge([entry("lru", 1000.0), entry("gdsf", 500.0), entry("ours", 600.0)], 10.0).line
     assert line == (

@@ -58,6 +58,7 @@ def test_wide_terminals_get_all_columns_and_narrow_ones_the_first() -> None:
 def test_what_is_scored_is_said() -> None:
     assert scored_in_words(13162, 14266, 256.7) == "scored: 13,162 of 14,266 requests, the last 11 days"
     assert scored_in_words(5, 8, 1.5) == "scored: 5 of 8 requests, the last 1.5 hours"
+    assert scored_in_words(2, 3, 0.038) == "scored: 2 of 3 requests, the last 2.3 minutes"
 
 
 # --- capacities ---
@@ -77,7 +78,8 @@ ALL = [np.array([0, 1, 2, 1], np.int32)]
         (37 * GB, 1.0, "holds all models, 37 GB of weights in 37 GB: nothing ever has to make room; give less"),
         (80 * GB, None, "holds all models, 37 GB of weights in 80 GB: nothing ever has to make room; give less"),
         (10**6, None, "no model fits: the capacity is 1 MB, the smallest model has 2 GB"),
-        (6 * GB, None, "1 of 3 models don't fit: the capacity is 6 GB, the largest model has 30 GB"),
+        (6 * GB, None, "1 of 3 models doesn't fit: the capacity is 6 GB, the largest model has 30 GB"),
+        (3 * GB, None, "2 of 3 models don't fit: the capacity is 3 GB, the largest model has 30 GB"),
     ],
 )
 def test_capacities_that_may_not_be_meant_are_questioned(capacity: float, ratio: float | None, said: str) -> None:

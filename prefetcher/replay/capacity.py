@@ -49,8 +49,9 @@ def capacity_notes(
             " and all policies wait alike; give more"
         ]
     if too_large:
+        fit = "models doesn't fit" if too_large == 1 else "models don't fit"
         return [
-            f"{too_large:,} of {models:,} models don't fit: {where} is {capacity}, the largest model has"
+            f"{too_large:,} of {models:,} {fit}: {where} is {capacity}, the largest model has"
             f" {bytes_in_words(float(size_bytes.max()))}; they are served without being kept"
         ]
     if any(size_bytes[np.unique(own)].sum() > capacity_bytes for own in models_by_node):

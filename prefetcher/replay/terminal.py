@@ -59,6 +59,8 @@ def policies_table(entries: Sequence[Mapping[str, Any]], width: int) -> Any:
 def scored_in_words(requests: int, rows: int, hours: float) -> str:
     """How much of a log is scored: a line above the table."""
     span = f"{plain_number(hours / 24)} days" if hours >= 48 else f"{plain_number(hours)} hours"
+    if hours < 1:
+        span = f"{plain_number(hours * 60)} minutes"
     return f"scored: {requests:,} of {rows:,} requests, the last {span}"
 
 

@@ -225,6 +225,8 @@ def _where_from(saved: float, ahead: float | None, mine: Mapping[str, Any], toda
 
 
 def _models_in_words(compared: ModelsCompared) -> str:
+    if not compared.less and not compared.longer:
+        return f"every model waits as long as with {named(compared.policy)}"
     less = f"{compared.less:,} {'model waits' if compared.less == 1 else 'models wait'} less than with {named(compared.policy)}"
     share, longer_share = (f"{ratio * 100:.0f} %" for ratio in (compared.less_ratio, compared.longer_ratio))
     return f"{less} ({share} of requests), {compared.longer:,} longer ({longer_share}), {compared.alike:,} as long"
@@ -235,11 +237,13 @@ def _reading(mine: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> st
     against = {named(p["policy"]): p["moved_gb"] for p in others if p.get("moved_gb") is not None}
     if reads is None or not against:
         return ""
-    return f"{_gb(reads)} read from disk, " + " and ".join(f"{_more(reads - read)} than with {name}" for name, read in against.items())
+    return f"{_gb(reads)} read from disk, " + " and ".join(f"{_more(reads - read)} with {name}" for name, read in against.items())
 
 
 def _more(gb: float) -> str:
-    return f"{_gb(abs(gb))} {'more' if gb >= 0 else 'less'}"
+    if abs(gb) < 1e-6:
+        return "as much as"
+    return f"{_gb(abs(gb))} {'more' if gb > 0 else 'less'} than"
 
 
 def _per_hour(value: float, hours: float) -> float:
