@@ -33,7 +33,7 @@ from prefetcher.core.types import (
     Tier,
     WeightsKey,
 )
-from prefetcher.errors import IntegrityError, PrefetcherError, UnavailableError
+from prefetcher.errors import IntegrityError, PrefetcherError, UnavailableError, UsageError
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher_connectors.memory import MemoryState
 
@@ -54,15 +54,17 @@ class FlakyState(MemoryState):
 class Node:
     """An agent on a clock that runs a hundred times as fast."""
 
-    def __init__(self, folder: Path, models: int = 3) -> None:
+    def __init__(self, folder: Path, models: int = 3, state: FlakyState | None = None, *, manifests: bool = True, **more: Any) -> None:
         self.models_dir = folder / "models"
         for i in range(models):
             self.write(f"m{i}", i)
-        write_manifests(self.models_dir)
+        if manifests:
+            write_manifests(self.models_dir)
         self.clock = ScaledClock(SPEED, T0)
-        self.state = FlakyState()
+        self.state = state or FlakyState()
         self.socket = folder / "run" / "agent.sock"
-        options = AgentOptions(NODE, self.models_dir, 2_500_000, folder, socket=self.socket, lock="off", hold_s=100.0)
+        given: dict[str, Any] = {"host_bytes": 2_500_000, "state_dir": folder, "socket": self.socket, "lock": "off", "hold_s": 100.0}
+        options = AgentOptions(NODE, self.models_dir, **(given | more))
         self.metrics = Metrics()
         self.agent = Agent(options, self.state, self.clock, self.metrics)
         self.agent.start()
@@ -316,8 +318,87 @@ def test_an_open_of_a_file_that_was_cut_says_so(node: Node) -> None:
     os.truncate(path, 1000)
     assert not opens(node, "m1")
     eventually(lambda: any(problem.startswith("m1: ") for problem in eventually(node.report).problems))
-    with pytest.raises(IntegrityError, match="fetch it again"):
+    with pytest.raises(IntegrityError, match=r"fetch it again.*looked at again within 5 s"):
         prefetcher.open("m1", socket_path=node.socket)
+    assert any("looked at again within 5 s" in problem for problem in eventually(node.report).problems)
+
+
+def test_requests_for_models_that_are_not_there_are_counted_and_named_once_in_the_log(node: Node) -> None:
+    now_s = node.clock.now_s()
+    with structlog.testing.capture_logs() as said:
+        node.agent.requested([RequestSeen(now_s + i, ModelName("nope")) for i in range(3)])
+        node.agent.requested([RequestSeen(now_s, ModelName(f"other-{i}")) for i in range(200)])
+        node.agent.requested([RequestSeen(now_s, ModelName("m0"))])
+        eventually(lambda: eventually(node.report).unknown_rows == 203)
+    report = eventually(node.report)
+    assert report.unknown[0] == ("nope", 3)
+    assert len(report.unknown) == 20
+    named = [entry["model"] for entry in said if entry["event"] == "unknown_model"]
+    assert len(named) == len(set(named)) == 100
+    assert named[0] == "nope"
+    node.write("nope", 5)
+    write_manifests(node.models_dir / "nope")
+    eventually(lambda: eventually(node.report).unknown_rows == 200)
+
+
+def test_a_model_that_is_not_in_memory_says_why(node: Node) -> None:
+    absent = lambda: {k.model: (k.absent, k.last_use_s is not None) for k in eventually(node.report).known}  # noqa: E731
+    assert absent() == {"m0": ("", False), "m1": ("", False), "m2": ("", False)}
+    assert opens(node, "m0")
+    assert node.agent.act("evict", "m0").ok
+    eventually(lambda: absent()["m0"] == ("asked", True))
+
+
+def test_pins_that_stand_and_pins_by_hand_load_nothing_while_a_node_observes(tmp_path: Path) -> None:
+    state = FlakyState()
+    state.write({records.PINS: records.encode({"m0": records.Pin()}), records.SWITCH: records.encode(records.Switch(observe=True))})
+    with structlog.testing.capture_logs() as said:
+        node = Node(tmp_path, state=state)
+        try:
+            acted = node.agent.act("pin", "m1")
+            assert (acted.ok, acted.reason) == (True, "observe")
+            node.plan()
+            known = eventually(lambda: (report := eventually(node.report)).revision == 1 and report.known)
+            assert {k.model: k.pinned for k in known} == {"m0": True, "m1": True, "m2": False}
+            assert {k.absent for k in known} == {"observe"}
+            assert node.held() == {}
+            assert [entry for entry in said if entry["event"] == "load_started"] == []
+            state.write({records.SWITCH: records.encode(records.Switch())})
+            node.agent.switch(on=True)
+            eventually(lambda: node.held() == {"m0": "ready", "m1": "ready"})
+        finally:
+            node.agent.close()
+
+
+@pytest.mark.parametrize(
+    ("models", "host_bytes", "hint"),
+    [(0, 2_500_000, "no model in"), (2, 500_000, "every model is larger than --host-bytes"), (2, 1_500_000, "1 of 3 models are larger")],
+)
+def test_folders_and_budgets_that_can_not_work_are_said_at_the_start(tmp_path: Path, models: int, host_bytes: int, hint: str) -> None:
+    (tmp_path / "models").mkdir()
+    if "1 of 3" in hint:
+        (tmp_path / "models" / "big").mkdir()
+        save_file({"w": np.zeros(500_000, np.float32)}, tmp_path / "models" / "big" / "model.safetensors")
+    if not models:
+        (tmp_path / "models" / "empty").mkdir()
+    with structlog.testing.capture_logs() as said:
+        node = Node(tmp_path, models=models, host_bytes=host_bytes, manifests=bool(models))
+        try:
+            (line,) = [entry for entry in said if entry["event"] == "models_folder"]
+            assert hint in line["reason"]
+            assert line["reason"] in eventually(node.report).problems
+            if models:
+                assert node.agent.act("pin", "m0" if "every" in hint else "big").reason == "too_large"
+        finally:
+            node.agent.close()
+
+
+def test_a_framework_that_is_not_installed_is_refused_at_the_open(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UsageError, match="pip install torch"):
+        prefetcher.open("m0", framework="torch", socket_path=node.socket)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -445,7 +445,7 @@ class Agent:
         for name, source in sorted(self._catalog.models.items()):
             reason = self._disk.quarantined(source)
             if reason is not None:
-                found.append(f"{name}: quarantined: {reason}")
+                found.append(f"{name}: quarantined: {reason}; {_LOOKED_AT_AGAIN}")
         return [*found, self._folder_problem] if self._folder_problem else found
 
     # --- the models folder ---
@@ -608,7 +608,7 @@ class Agent:
         source = self._catalog.models.get(ModelName(model))
         reason = self._disk.quarantined(source) if source is not None else None
         if reason:
-            return IntegrityError(reason, model=model)
+            return IntegrityError(f"{reason}; {_LOOKED_AT_AGAIN}", model=model)
         retry = refusal.retry_after_s
         return NoRoomError(f"{model}: {refusal.reason}", retry_after_s=1.0 if retry is None else retry)
 

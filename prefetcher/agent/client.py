@@ -11,6 +11,7 @@ the last such array is gone.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import mmap
 import os
 from collections.abc import Iterator, Mapping
@@ -203,11 +204,14 @@ def open_model(
     ready.
 
     Raises:
+        UsageError: the framework is not known or not installed.
         UnavailableError: no agent answers, or not in time.
         ModelNotFoundError, IntegrityError, NoRoomError: as the agent says.
     """
     if framework not in {"numpy", "torch"}:
         raise UsageError(f"framework {framework!r} is not known; use 'numpy' or 'torch'")
+    if framework == "torch" and importlib.util.find_spec("torch") is None:
+        raise UsageError("torch is not installed in this environment: `pip install torch`, or open with framework='numpy'")
     if not 0 <= timeout_s < 1e7:
         raise UsageError(f"timeout_s={timeout_s} is no number of seconds to wait; give 0 or more")
     what = f"opening {name!r}"
