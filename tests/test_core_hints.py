@@ -99,3 +99,33 @@ def test_every_hint_is_settled_once_and_a_restart_changes_nothing(steps: list[tu
     book.expire(1e9)
     assert len(book) == 0
     assert not book.models()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "use", "pass"]),
+            st.sampled_from(["a", "b", "c"]),
+            st.sampled_from(["s", "t", None]),
+            st.integers(0, 40),
+            st.integers(1, 60),
+        ),
+        max_size=60,
+    )
+)
+def test_what_is_kept_up_to_date_is_what_the_open_hints_say(steps: list[tuple[str, str, str | None, int, int]]) -> None:
+    book, now_s = HintBook(), 100.0
+    for n, (what, source, session, in_s, ttl_s) in enumerate(steps):
+        match what:
+            case "add":
+                book.add(Hint(f"h{n}", "m", source, session, now_s, now_s + in_s, now_s + in_s + ttl_s), now_s)
+            case "use" if in_s < 5:
+                book.used("m", now_s)
+            case _:
+                now_s += in_s
+                book.expire(now_s)
+        said, anew = book.expected("m", now_s), HintBook.restore(book.snapshot()).expected("m", now_s)
+        assert (said is None) == (anew is None)
+        if said is not None and anew is not None:
+            assert (said.at_s, said.until_s) == (anew.at_s, anew.until_s)
+            assert said.probability == pytest.approx(anew.probability)

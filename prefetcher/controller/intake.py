@@ -69,6 +69,15 @@ class Intake:
                 self._take_rows(chunk)
             else:
                 self._take_others(chunk, came)
+        came.more = polled >= limit
+        if self._merge.rows or not came.hints:
+            # Hints alone are handed on at once: asking every partition for its end costs more than reading them.
+            self._take_out(came, limit)
+        self._from |= came.positions
+        return came
+
+    def _take_out(self, came: Came, limit: int) -> None:
+        """Rows that no partition that is behind can still come before."""
         lag = self._reader.lag()
         waiting = sum(n for partition, n in lag.items() if partition.topic is Topic.REQUESTS)
         behind = {partition for partition, n in lag.items() if n > 0 and partition.topic is Topic.REQUESTS}
@@ -76,9 +85,7 @@ class Intake:
         came.positions |= positions
         # What this look brought is not learned before the next one.
         self.lag = waiting + self._merge.rows + len(came.rows)
-        came.more = polled >= limit or len(came.rows) >= limit
-        self._from |= came.positions
-        return came
+        came.more = came.more or len(came.rows) >= limit
 
     def _take_rows(self, chunk: Chunk) -> None:
         rows: list[tuple[int, RequestSeen]] = []

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,22 @@ class Expected:
     per_s: float
 
 
+@dataclass(slots=True)
+class _Said:
+    """What `expected` needs of a model's open hints, kept as they come and go: how many of each source, the earliest time that one names
+    (None: not known since that one went), and the latest end."""
+
+    sources: dict[str, int]
+    at_s: float | None
+    until_s: float
+
+    @classmethod
+    def of(cls, hints: Iterable[Hint]) -> _Said:
+        found = list(hints)
+        sources = dict(Counter(hint.source for hint in found))
+        return cls(sources, min(hint.at_s for hint in found), max(hint.until_s for hint in found))
+
+
 class HintBook:
     """All open hints, and the record of every source."""
 
@@ -61,6 +77,8 @@ class HintBook:
         self._open: dict[str, dict[tuple[str, str], Hint]] = {}
         #: (until_s, model, source, session or id) of every open hint, also of those that were moved since.
         self._ends: list[tuple[float, str, str, str]] = []
+        #: By model; made when it is asked for.
+        self._said: dict[str, _Said] = {}
         self._count = 0
         self._ids: OrderedDict[str, None] = OrderedDict()
         #: source -> [kept, settled], discounted.
@@ -93,6 +111,11 @@ class HintBook:
         else:
             self._count += 1
         mine[who] = hint
+        said = self._said.get(hint.model)
+        if said is not None:
+            said.sources[hint.source] = said.sources.get(hint.source, 0) + (before is None)
+            said.at_s = None if said.at_s is None else min(said.at_s, hint.at_s)
+            said.until_s = max(said.until_s, hint.until_s)
         heapq.heappush(self._ends, (hint.until_s, hint.model, *who))
         return "new" if before is None else "folded"
 
@@ -104,6 +127,8 @@ class HintBook:
         kept = [who for who, hint in mine.items() if hint.given_s <= at_s]
         for who in kept:
             self._settle(mine.pop(who), kept=True)
+        if kept:
+            self._said.pop(model, None)
         if not mine:
             del self._open[model]
         return len(kept)
@@ -118,11 +143,24 @@ class HintBook:
             if hint is None or hint.until_s > now_s:
                 continue
             del mine[source, session]
+            self._forget(hint)
             self._settle(hint, kept=False)
             over += 1
             if not mine:
                 del self._open[model]
         return over
+
+    def _forget(self, hint: Hint) -> None:
+        said = self._said.get(hint.model)
+        if said is None:
+            return
+        said.sources[hint.source] -= 1
+        if not said.sources[hint.source]:
+            del said.sources[hint.source]
+        if not said.sources or hint.until_s >= said.until_s:
+            del self._said[hint.model]
+        elif said.at_s is not None and hint.at_s <= said.at_s:
+            said.at_s = None
 
     def _settle(self, hint: Hint, kept: bool) -> None:
         self._count -= 1
@@ -148,13 +186,24 @@ class HintBook:
         mine = self._open.get(model)
         if not mine:
             return None
-        live = [hint for hint in mine.values() if hint.until_s > now_s]
-        if not live:
-            return None
-        missed = math.prod(1.0 - self.belief(source) for source in {hint.source for hint in live})
+        if self._ends and self._ends[0][0] <= now_s:
+            # Somebody asks about a time that `expire` was not told of yet.
+            live = [hint for hint in mine.values() if hint.until_s > now_s]
+            if not live:
+                return None
+            said = _Said.of(live)
+        else:
+            found = self._said.get(model)
+            said = self._said[model] = _Said.of(mine.values()) if found is None else found
+            if said.at_s is None:
+                # A time that has come is as good as any other: it counts as now.
+                come = next((hint.at_s for hint in mine.values() if hint.at_s <= now_s), None)
+                said.at_s = min(hint.at_s for hint in mine.values()) if come is None else come
+        assert said.at_s is not None
+        missed = math.prod(1.0 - self.belief(source) for source in said.sources)
         probability = 1.0 - missed
-        at_s = max(now_s, min(hint.at_s for hint in live))
-        until_s = max(hint.until_s for hint in live)
+        at_s = max(now_s, said.at_s)
+        until_s = said.until_s
         left_s = until_s - now_s
         # A use comes evenly between the time that was named and the end, or not at all within the time left.
         mean_s = probability * (0.5 * (at_s + until_s) - now_s) + (1.0 - probability) * left_s
