@@ -275,9 +275,10 @@ def bench(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page and the figures.")] = Path("demo-out"),
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the logs and the state of both sides.")] = False,
 ) -> None:
     """Two days of traffic in minutes, with and without prefetching, side by side."""
-    _attribute("prefetcher.demo", "run")(out)
+    _attribute("prefetcher.demo", "run")(out, keep=keep)
 
 
 @app.command(name="compile")

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
+from rich.console import Console
 from safetensors import safe_open
 
+from prefetcher.clock import SystemClock
+from prefetcher.demo import demo
 from prefetcher.demo.models import MODELS, make_models
-from prefetcher.demo.node import Reading
+from prefetcher.demo.node import DemoNode, Reading
 from prefetcher.demo.page import write_page
-from prefetcher.demo.side import Served, Side
+from prefetcher.demo.side import Served, Side, read_cold_s
 from prefetcher.demo.traffic import DAY_S, make_traffic
-from prefetcher.errors import NoRoomError
+from prefetcher.demo.verdict import verdict
+from prefetcher.errors import IntegrityError, NoRoomError
+from prefetcher.telemetry.metrics import Metrics
 
 
 def test_models_are_real_safetensors(tmp_path: Path) -> None:
@@ -81,8 +87,86 @@ def test_a_side_adds_up() -> None:
 
 
 def test_the_page_fetches_nothing(tmp_path: Path) -> None:
-    write_page(tmp_path / "demo.html", [_side(), Side("nothing served")], ["Notes."])
+    write_page(tmp_path / "demo.html", [_side(), Side("nothing served")], ["Run <again>."], ["Notes."])
     text = (tmp_path / "demo.html").read_text(encoding="utf-8")
     assert "with &lt;prefetching&gt;" in text
     assert "3 timely, 1 useless" in text
+    assert "Run &lt;again&gt;." in text
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=", text)
+
+
+def _waited(seconds: float, reading_s: tuple[float, float] = (1.0, 1.0), **last: Any) -> Side:
+    side = Side("side", reading_s=reading_s)
+    side.served = [Served(10.0, "a", "absent", "host", seconds)]
+    side.readings = [Reading(0.0, 0, 0.0, 0.0, {}), Reading(1.0, 0, 0.0, 0.0, {}, **last)]
+    return side
+
+
+def test_the_verdict_says_what_was_saved_and_by_what() -> None:
+    said = verdict([_waited(183.0), _waited(121.0, ordered=40, bypassed=300, ahead_s=20_000.0)], 2_000.0)
+    assert said[0] == "With prefetching: cold waiting 121 s instead of 183 s (\N{MINUS SIGN}34%)."
+    assert "40 prefetches were ordered; used ones had loaded 10.0 s ahead of their use" in said[1]
+    assert "300 requests were read from disk without being kept" in said[1]
+    assert verdict([_waited(100.0), _waited(98.0)], 1.0)[0].startswith("No difference that counts: ")
+    assert "(+50%)" in verdict([_waited(100.0), _waited(150.0)], 1.0)[0]
+
+
+def test_the_verdict_says_why_nothing_was_ordered() -> None:
+    reasons = {"victims_worth_more": 123, "link_busy": 7, "below_price": 50, "no_room": 1}
+    (_, why) = verdict([_waited(2.0), _waited(1.0, not_ordered=reasons)], 1.0)
+    assert why.startswith(
+        "No prefetch was ordered: what would have to leave is worth more (123 times); holding it costs more than it saves (50 times); "
+        "the disk was busy (7 times)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ((1.0, 1.0), (1.2, 1.2), ""),
+        ((1.0, 1.0), (1.8, 2.0), "1.9 times slower during the second side: run again when it is idle"),
+        ((3.0, 3.0), (1.0, 1.0), "3.0 times slower during the first side"),
+    ],
+)
+def test_a_machine_that_was_busy_on_one_side_is_said_before_any_figure(
+    first: tuple[float, float], second: tuple[float, float], said: str
+) -> None:
+    found = verdict([_waited(142.0, first), _waited(134.0, second)], 1.0)
+    assert ("slower" in found[0]) == bool(said)
+    assert said in found[0]
+    assert any(line.startswith("Not to be relied on: cold waiting") for line in found) == bool(said)
+
+
+def test_a_cold_read_is_checked(tmp_path: Path) -> None:
+    models = make_models(tmp_path, (("a", 1), ("b", 2), ("c", 3)))
+    assert read_cold_s(models, SystemClock()) > 0.0
+    path = models[1].folder / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[1000] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(IntegrityError, match="b: a tensor"):
+        read_cold_s(models, SystemClock())
+
+
+def test_what_the_node_counts_is_read_from_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = Metrics()
+    for cause, arm in (("forecast", "treated"), ("forecast", "control"), ("hint", "treated")):
+        metrics.orders.labels(cause=cause, arm=arm).inc(2)
+    metrics.skipped.labels(what="prefetch", reason="no_room").inc(3)
+    metrics.skipped.labels(what="order", reason="does_not_fit").inc()
+    metrics.outcomes.labels(outcome="timely").inc()
+    node = DemoNode.__new__(DemoNode)
+    monkeypatch.setattr(node, "_text", lambda path, body=None: metrics.text().decode())
+    status = {"now_s": 1.0, "node": {"memory": {"taken_bytes": 5}}, "totals": {"cold_starts": 4, "bypassed": 2, "saved_seconds": 9.0}}
+    monkeypatch.setattr(node, "ask", lambda path, body=None: status)
+    assert node.read() == Reading(1.0, 5, 0.0, 0.0, {"timely": 1}, 4, 2, 6, {"no_room": 3}, 9.0)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_what_the_nodes_wrote_goes_unless_it_is_kept(tmp_path: Path, keep: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("history", "side-0", "side-1"):
+        (tmp_path / name / "state").mkdir(parents=True)
+    (tmp_path / "demo.html").touch()
+    demo._tidy(tmp_path, keep, Console(width=200))
+    assert {path.name for path in tmp_path.iterdir()} == ({"demo.html", "history", "side-0", "side-1"} if keep else {"demo.html"})
+    assert ("Kept: logs and state" in capsys.readouterr().out) == keep

@@ -7,8 +7,8 @@ from pathlib import Path
 __all__ = ["run"]
 
 
-def run(out: Path) -> None:
-    """Runs the demo; `out` gets `demo.html` and the logs of both sides. Raises PrefetcherError."""
+def run(out: Path, *, keep: bool = False) -> None:
+    """Runs the demo; `out` gets `demo.html`, and with `keep` also both sides' logs and state. Raises PrefetcherError."""
     from prefetcher.demo.demo import run_demo
 
-    run_demo(out)
+    run_demo(out, keep=keep)

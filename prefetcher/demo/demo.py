@@ -15,8 +15,9 @@ from prefetcher.compiling import compile_aloud
 from prefetcher.demo.models import make_models
 from prefetcher.demo.node import DemoNode
 from prefetcher.demo.page import table, write_page
-from prefetcher.demo.side import Side, run_side
+from prefetcher.demo.side import Side, read_cold_s, run_side
 from prefetcher.demo.traffic import DAY_S, Arrival, make_traffic
+from prefetcher.demo.verdict import verdict
 
 __all__ = ["run_demo"]
 
@@ -31,8 +32,10 @@ SIDES = (("without prefetching", False), ("with prefetching", True))
 _ROWS_A_POST = 500
 
 
-def run_demo(out: Path, *, seed: int = 0, side_s: float = SIDE_S, clock: Clock | None = None) -> list[Side]:
-    """Runs both sides on the same requests and the same files; `out` keeps `demo.html` and the logs, not the models.
+def run_demo(out: Path, *, seed: int = 0, side_s: float = SIDE_S, clock: Clock | None = None, keep: bool = False) -> list[Side]:
+    """Runs both sides on the same requests and the same files; `out` keeps `demo.html`, not the models.
+
+    With `keep` it also keeps what the nodes wrote: their logs, and their state with what they learned (50 MB).
 
     Raises:
         NoRoomError: too little free disk.
@@ -70,6 +73,7 @@ def run_demo(out: Path, *, seed: int = 0, side_s: float = SIDE_S, clock: Clock |
                 shutil.rmtree(folder, ignore_errors=True)
                 shutil.copytree(learned, folder / "state")
                 task = bar.add_task(name, total=len(arrivals), cold=0)
+                before_s = read_cold_s(models, clock)
                 with DemoNode(folder, models_dir, host, speed, ORIGIN_S, clock, str(number)) as node:
                     if not on:
                         node.ask("/v1/off", {})
@@ -77,7 +81,9 @@ def run_demo(out: Path, *, seed: int = 0, side_s: float = SIDE_S, clock: Clock |
                     def show(done: int, cold: int, task: TaskID = task) -> None:
                         bar.update(task, completed=done, cold=cold)
 
-                    sides.append(run_side(name, node, arrivals, models, speed, clock, show))
+                    side = run_side(name, node, arrivals, models, speed, clock, show)
+                side.reading_s = (before_s, read_cold_s(models, clock))
+                sides.append(side)
     finally:
         shutil.rmtree(models_dir, ignore_errors=True)
     notes = [
@@ -87,12 +93,25 @@ def run_demo(out: Path, *, seed: int = 0, side_s: float = SIDE_S, clock: Clock |
         f"The clock ran {speed:,.0f} times as fast: waits are real, GB·h are in hours of that clock.",
         "Every request mapped the weights and checked a whole tensor.",
     ]
-    write_page(out / "demo.html", sides, notes)
+    said = verdict(sides, speed)
+    write_page(out / "demo.html", sides, said, notes)
     console.print(table(sides))
+    for line in said:
+        console.print(line, style="bold", highlight=False)
     for failure in [f for side in sides for f in side.failed][:3]:
         console.print(f"failed: {failure}", style="red")
     console.print(f"The page: {out / 'demo.html'}")
+    _tidy(out, keep, console)
     return sides
+
+
+def _tidy(out: Path, keep: bool, console: Console) -> None:
+    """What the nodes wrote stays only where it was asked for, or where it says why something failed (an error leaves `run_demo` before)."""
+    if keep:
+        console.print(f"Kept: logs and state of both sides in {out}/side-0 and {out}/side-1, of the node that learned in {out}/history")
+        return
+    for name in ("history", *(f"side-{number}" for number in range(len(SIDES)))):
+        shutil.rmtree(out / name, ignore_errors=True)
 
 
 def _learn(folder: Path, models_dir: Path, host: int, before: Sequence[Arrival], clock: Clock) -> Path:

@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +27,9 @@ _STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the node counts so far: bytes taken, byte-seconds of the demo's clock, outcomes of prefetches, cold starts."""
+    """What the node counts so far: bytes taken, byte-seconds of the demo's clock, outcomes of prefetches, cold starts, requests that were
+    served without being kept, prefetches ordered, why others were not (times it was decided), and how long used ones moved ahead of use.
+    """
 
     now_s: float
     taken_bytes: int
@@ -35,6 +37,10 @@ class Reading:
     wasted_byte_s: float
     outcomes: dict[str, int]
     cold_starts: int = 0
+    bypassed: int = 0
+    ordered: int = 0
+    not_ordered: dict[str, int] = field(default_factory=dict)
+    ahead_s: float = 0.0
 
 
 def up_command() -> list[str]:
@@ -131,17 +137,27 @@ class DemoNode:
 
     def read(self) -> Reading:
         status, metrics = self.ask("/v1/status"), self._text("/metrics")
-        outcomes = {
-            name: int(float(count)) for name, count in re.findall(r'^prefetcher_outcomes_total\{outcome="(\w+)"\} (\S+)$', metrics, re.M)
-        }
+        totals = status["totals"]
         return Reading(
             now_s=float(status["now_s"]),
             taken_bytes=int(status["node"]["memory"]["taken_bytes"]),
             idle_byte_s=_gauge(metrics, "prefetcher_idle_byte_seconds"),
             wasted_byte_s=_gauge(metrics, "prefetcher_wasted_byte_seconds"),
-            outcomes=outcomes,
-            cold_starts=int(status["totals"].get("cold_starts", 0)),
+            outcomes=_counts(metrics, r'prefetcher_outcomes_total\{outcome="(\w+)"\}'),
+            cold_starts=int(totals.get("cold_starts", 0)),
+            bypassed=int(totals.get("bypassed", 0)),
+            ordered=sum(_counts(metrics, r'prefetcher_orders_total\{arm="\w+",cause="(\w+)"\}').values()),
+            not_ordered=_counts(metrics, r'prefetcher_skipped_total\{reason="(\w+)",what="prefetch"\}'),
+            ahead_s=float(totals.get("saved_seconds", 0.0)),
         )
+
+
+def _counts(text: str, name: str) -> dict[str, int]:
+    """A counter's values by the label that `name` catches."""
+    found: dict[str, int] = {}
+    for label, count in re.findall(rf"^{name} (\S+)$", text, re.M):
+        found[label] = found.get(label, 0) + int(float(count))
+    return found
 
 
 def _gauge(text: str, name: str) -> float:

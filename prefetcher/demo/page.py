@@ -87,8 +87,8 @@ def _layout(x: str, y: str, *, log: bool = False) -> dict[str, Any]:
     }
 
 
-def write_page(path: Path, sides: Sequence[Side], notes: Sequence[str]) -> None:
-    """Writes the page; nothing in it is fetched from anywhere."""
+def write_page(path: Path, sides: Sequence[Side], verdict: Sequence[str], notes: Sequence[str]) -> None:
+    """Writes the page; nothing in it is fetched from anywhere. `verdict`: what came of it, in sentences."""
     from plotly.offline import get_plotlyjs
 
     drawn = json.dumps(figures(sides), allow_nan=False).replace("</", "<\\/")
@@ -106,7 +106,8 @@ def write_page(path: Path, sides: Sequence[Side], notes: Sequence[str]) -> None:
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>prefetcher demo</title>'
         f"<style>{css}</style></head>"
         "<body><main><header><b>prefetcher</b> demo</header><h1>Two days of requests on real weights</h1>"
-        f'<p class="lede">{escape(" ".join(notes))}</p>'
+        + "".join(f'<p class="lede"><b>{escape(line)}</b></p>' for line in verdict)
+        + f'<p class="lede">{escape(" ".join(notes))}</p>'
         f'<div class="card scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody>'
         f"</table></div>{charts}</main>"
         f'<script id="drawn" type="application/json">{drawn}</script>'

@@ -1,4 +1,8 @@
-"""One side of the demo: sends the traffic to a node, opens and reads the tensors, and adds up the waits."""
+"""One side of the demo: sends the traffic to a node, opens and reads the tensors, and adds up the waits.
+
+Sides run one after the other, so how fast the machine reads is measured before and after each: other work on it would else look like a
+difference between them.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,27 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import xxhash
+from safetensors.numpy import load_file
 
 from prefetcher.agent.client import open_model
 from prefetcher.clock import Clock
 from prefetcher.demo.models import DemoModel, drop_from_page_cache
 from prefetcher.demo.node import DemoNode, Reading
 from prefetcher.demo.traffic import Arrival
-from prefetcher.errors import PrefetcherError
+from prefetcher.errors import IntegrityError, PrefetcherError
 
-__all__ = ["Served", "Side", "run_side"]
+__all__ = ["Served", "Side", "read_cold_s", "run_side"]
 
 #: Programs that ask at once; the rest queue in the client and would hide waiting, so there are plenty.
 _CLIENTS = 24
 _SAMPLE_S = 0.5
 _PAGE = 4096
+#: The machine's speed is the median of so many cold reads of one model.
+_READS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +46,15 @@ class Served:
 
 @dataclass(slots=True)
 class Side:
-    """What one side did. GB·h are in hours of the demo's clock, waits in real seconds."""
+    """What one side did. GB·h are in hours of the demo's clock, waits in real seconds. `reading_s`: how long `read_cold_s` took right
+    before and right after it.
+    """
 
     name: str
     served: list[Served] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
+    reading_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def waits_s(self) -> np.ndarray:
@@ -74,6 +85,25 @@ class Side:
     @property
     def wasted_gb_h(self) -> float:
         return self.readings[-1].wasted_byte_s / 3.6e12 if self.readings else 0.0
+
+
+def read_cold_s(models: Sequence[DemoModel], clock: Clock) -> float:
+    """Real seconds of a fixed piece of work: a model of middle size is read from disk, not from memory, and its checked tensor is hashed.
+
+    Raises:
+        IntegrityError: the file is not what was written.
+    """
+    model = sorted(models, key=lambda m: m.bytes)[len(models) // 2]
+    took = []
+    for _ in range(_READS):
+        drop_from_page_cache(model.folder)
+        begun_s = clock.steady_s()
+        tensors: dict[str, Any] = load_file(model.folder / "model.safetensors")
+        if xxhash.xxh3_64_intdigest(tensors[model.checked_tensor]) != model.digest:
+            raise IntegrityError(f"{model.name}: a tensor is not what was written; look after the disk", model=model.name)
+        took.append(clock.steady_s() - begun_s)
+    drop_from_page_cache(model.folder)
+    return float(np.median(took))
 
 
 def _touch_pages(tensors: Mapping[str, np.ndarray]) -> None:

@@ -1,0 +1,56 @@
+"""What came of the demo, in sentences: how much waiting it saved and by what, and whether the machine let both sides be compared at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefetcher.demo.side import Side
+from prefetcher.words import reason
+
+__all__ = ["verdict"]
+
+#: The same work may take so much longer on one side than on the other before their waits are not compared: a run's own noise is below it.
+FAIR_FACTOR = 1.25
+#: A difference in waiting below this share is called none.
+_SAME_SHARE = 0.05
+_REASONS_NAMED = 3
+
+
+def verdict(sides: Sequence[Side], speed: float) -> list[str]:
+    """`sides`: without and with prefetching, in the order in which they ran; `speed`: of the demo's clock."""
+    without, with_it = sides
+    unfair = _unfair(sides)
+    before_s, after_s = without.cold_seconds, with_it.cold_seconds
+    change = (after_s - before_s) / before_s if before_s else 0.0
+    figures = f"cold waiting {after_s:.0f} s instead of {before_s:.0f} s ({change:+.0%})".replace("-", "\N{MINUS SIGN}")
+    if unfair:
+        return [unfair, f"Not to be relied on: {figures}.", *_by_what(without, with_it, speed)]
+    if abs(change) < _SAME_SHARE:
+        return [f"No difference that counts: {figures}.", *_by_what(without, with_it, speed)]
+    return [f"With prefetching: {figures}.", *_by_what(without, with_it, speed)]
+
+
+def _unfair(sides: Sequence[Side]) -> str:
+    """'' or how much slower the machine was during one of the sides."""
+    first_s, second_s = (sum(side.reading_s) / 2.0 for side in sides)
+    if not first_s or not second_s:
+        return ""
+    factor = max(first_s, second_s) / min(first_s, second_s)
+    if factor <= FAIR_FACTOR:
+        return ""
+    which = "second" if second_s > first_s else "first"
+    return f"This machine was {factor:.1f} times slower during the {which} side: run again when it is idle."
+
+
+def _by_what(without: Side, with_it: Side, speed: float) -> list[str]:
+    """What the difference comes from, as far as the node can tell."""
+    if not with_it.readings:
+        return []
+    last = with_it.readings[-1]
+    rest = f"{last.bypassed:,} requests were read from disk without being kept, so that better ones stayed"
+    if last.ordered:
+        ahead = f"{last.ordered:,} prefetches were ordered; used ones had loaded {last.ahead_s / speed:.1f} s ahead of their use"
+        return [f"{ahead}. The rest comes from what was kept: {rest}."]
+    why = sorted(last.not_ordered.items(), key=lambda item: -item[1])[:_REASONS_NAMED]
+    reasons = "; ".join(f"{reason(code)} ({count:,} times)" for code, count in why) or "nothing was worth it"
+    return [f"No prefetch was ordered: {reasons}. What differs comes from what was kept: {rest}."]
