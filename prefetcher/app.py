@@ -194,6 +194,11 @@ class App(Process):
     # --- agent ---
 
     def _start_agent(self) -> None:
+        if Role.CONTROLLER not in self._roles:
+            from prefetcher.compiling import warm_kernels
+
+            # The first row that comes would wait for it, and the agent's loop with it.
+            warm_kernels()
         self._agent = agent = Agent(_agent_options(self._settings, self._folder), self._state, self.clock, self.metrics)
         self.closes("agent", agent.close)
         agent.on_died = self.part_died

@@ -113,7 +113,7 @@ def compile_command() -> None:
 
 
 def warm_kernels() -> None:
-    """Loads compiled kernels into this process, a second in all: else whoever comes first waits for it. Nothing while they are not compiled."""
+    """Loads compiled kernels into this process, a second in all: else whoever comes first waits for it. Nothing where they are missing."""
     if compiled():
         for part in _PARTS.values():
             part()

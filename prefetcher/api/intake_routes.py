@@ -16,6 +16,7 @@ from prefetcher.api.limits import TokenBuckets
 from prefetcher.api.messages import AcceptedAnswer, FieldProblem, HintRecord, HintsAnswer, RequestRecord
 from prefetcher.api.problems import PROBLEMS, FieldsRefused, problem
 from prefetcher.api.service import Service
+from prefetcher.clock import SystemClock
 from prefetcher.errors import RateLimitedError, TemporaryError
 
 __all__ = ["add_hints", "add_requests"]
@@ -30,8 +31,14 @@ _MOST_KEY = 200
 #: Clocks of gateways may be this far ahead of ours.
 _AHEAD_S = 60.0
 
+_clock = SystemClock()
 _records = TypeAdapter(list[RequestRecord])
 _hints = TypeAdapter(list[HintRecord])
+
+
+async def _arrival() -> float:
+    """When a post came, by the machine's clock: before it waits for a thread."""
+    return _clock.steady_s()
 
 
 async def _raw_body(request: Request) -> bytes:
@@ -59,7 +66,7 @@ def add_requests(app: FastAPI, service: Service, access: Access) -> None:
         summary="Takes one request row, or a list of them; answers once they are durable",
         openapi_extra=_body(RequestRecord, _MOST_RECORDS, ("application/json",), examples),
     )
-    def post_requests(raw: Annotated[bytes, Depends(_raw_body)]) -> Any:
+    def post_requests(raw: Annotated[bytes, Depends(_raw_body)], arrived_s: Annotated[float, Depends(_arrival)]) -> Any:
         now_s = service.now_s
         try:
             rows, single = read_list(raw, _records, _MOST_RECORDS, "record")
@@ -73,7 +80,7 @@ def add_requests(app: FastAPI, service: Service, access: Access) -> None:
         except (FieldsRefused, HTTPException):
             service.metrics.bad_requests.labels(source="http", reason="refused").inc()
             raise
-        service.take([row.to_request(now_s) for row in rows], "http")
+        service.take([row.to_request(now_s) for row in rows], "http", _clock.steady_s() - arrived_s)
         return AcceptedAnswer(accepted=len(rows))
 
 

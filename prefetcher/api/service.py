@@ -6,6 +6,7 @@ Reads what agents and controllers wrote to the state store, and never their insi
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from prefetcher.clock import Clock
 from prefetcher.config import ApiSettings
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName, RequestSeen
-from prefetcher.errors import ModelNotFoundError, UnavailableError, shortened
+from prefetcher.errors import ModelNotFoundError, TemporaryError, UnavailableError, shortened
 from prefetcher.ports import StateStore, StreamWriter, Topic
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import request_records
@@ -28,6 +29,11 @@ __all__ = ["ALL_NODES", "NodeByHand", "Service"]
 #: What `node=` says for every node; no node can be called so.
 ALL_NODES = "*"
 _NODE_SEEN_S = 86_400.0
+#: Real seconds from a post of rows to its answer, and the least that an append gets of them.
+_ANSWER_S = 0.9
+_LEAST_APPEND_S = 0.1
+#: Posts of rows that wait for a log that takes nothing: each has one of the forty threads that all routes share.
+_MOST_WAITING = 8
 _RATIOS = ("accuracy", "timeliness")
 _SETTLED_OTHERWISE = ("superseded", "cancelled", "open")
 
@@ -70,6 +76,9 @@ class Service:
         self._wake = wake
         self._check_controller = check_controller
         self._user_hash = user_hash
+        self._guard = threading.Lock()
+        self._waiting = 0
+        self._log_away = False
         #: '' or why nothing of a followed log can be read: it is no reason to start the process again.
         self.check_log: Callable[[], str] = lambda: ""
         #: '' or what people should know besides.
@@ -87,10 +96,31 @@ class Service:
     def user_hash(self, user_hash: Callable[[str], str]) -> None:
         self._user_hash = self.hints.user_hash = user_hash
 
-    def take(self, requests: Sequence[RequestSeen], source: str) -> None:
-        """Appends rows to the stream and returns once they are durable. Raises NoRoomError, UnavailableError."""
+    def take(self, requests: Sequence[RequestSeen], source: str, waited_s: float = 0.0) -> None:
+        """Appends rows to the stream and returns once they are durable, within `_ANSWER_S` of their arrival, `waited_s` real seconds ago.
+
+        Raises:
+            NoRoomError: the log has no room.
+            UnavailableError: no acknowledgement in time; the rows may still get there.
+        """
+        left_s = _ANSWER_S - waited_s
+        with self._guard:
+            if left_s < _LEAST_APPEND_S or (self._log_away and self._waiting >= _MOST_WAITING):
+                raise UnavailableError("the request log took nothing in time; send the rows again, with the same ids they count once")
+            self._waiting += 1
+        try:
+            self._append(requests, source, left_s)
+            self._log_away = False
+        except TemporaryError:
+            self._log_away = True
+            raise
+        finally:
+            with self._guard:
+                self._waiting -= 1
+
+    def _append(self, requests: Sequence[RequestSeen], source: str, timeout_s: float) -> None:
         hashed = [row if row.user is None else dataclasses.replace(row, user=self._user_hash(row.user)) for row in requests]
-        self._writer.append(Topic.REQUESTS, request_records(hashed))
+        self._writer.append(Topic.REQUESTS, request_records(hashed), timeout_s=timeout_s)
         self.metrics.requests.labels(source=source).inc(len(requests))
         self._wake("")
 

@@ -22,18 +22,19 @@ from pathlib import Path
 from prefetcher.clock import SystemClock
 from prefetcher.errors import UnavailableError
 
-__all__ = ["BenchBroker", "bench_broker"]
+__all__ = ["BenchBroker", "BrokerProcess", "bench_broker"]
 
 _UP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class BenchBroker:
-    """`address`, what it is, and how soon a member that vanished is missed, at least."""
+    """`address`, what it is, how soon a member that vanished is missed, at least, and its process where it is a benchmark's own."""
 
     address: str
     kind: str
     session_s: float
+    process: BrokerProcess | None = None
 
 
 @contextlib.contextmanager
@@ -51,8 +52,8 @@ def bench_broker(folder: Path, *, members: bool = False) -> Iterator[BenchBroker
     elif home and java and (Path(home) / "libs").is_dir():
         port = _free_port()
         command = _apache(folder, java, Path(home), port)
-        with _running(command, port, folder / "broker.log"):
-            yield BenchBroker(f"127.0.0.1:{port}", "apache", 2.0)
+        with _running(command, port, folder / "broker.log") as process:
+            yield BenchBroker(f"127.0.0.1:{port}", "apache", 2.0, process)
     elif stand_in and not members:
         port = _free_port()
         options = ["--data-dir", str(folder / "data"), "--host", "127.0.0.1", "--only", "kafka", "--kafka-port", str(port)]
@@ -81,6 +82,9 @@ def _apache(folder: Path, java: str, home: Path, port: int) -> list[str]:
         "offsets.topic.replication.factor": "1",
         "group.initial.rebalance.delay.ms": "0",
         "group.min.session.timeout.ms": "500",
+        # A broker that was killed is let in again soon.
+        "broker.session.timeout.ms": "2000",
+        "broker.heartbeat.interval.ms": "500",
         "auto.create.topics.enable": "false",
         "log.cleaner.dedupe.buffer.size": str(16 << 20),
     }
@@ -101,22 +105,41 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@contextlib.contextmanager
-def _running(command: list[str], port: int, output: Path) -> Iterator[None]:
-    clock, never = SystemClock(), threading.Event()
-    with output.open("wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
+class BrokerProcess:
+    """A broker that may be killed and started again, on the same port and folder."""
+
+    def __init__(self, command: list[str], port: int, output: Path) -> None:
+        self._command, self._port, self._output = command, port, output
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it answers. Raises UnavailableError when it does not."""
+        clock, never = SystemClock(), threading.Event()
+        with self._output.open("ab") as log:
+            process = self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         end_s = clock.steady_s() + _UP_S
         while True:
             with socket.socket() as probe:
                 probe.settimeout(0.5)
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
+                if probe.connect_ex(("127.0.0.1", self._port)) == 0:
+                    return
             if process.poll() is not None or clock.steady_s() > end_s:
-                raise UnavailableError(f"the broker did not start: {output.read_text(errors='replace').strip()[-300:]}")
+                raise UnavailableError(f"the broker did not start: {self._output.read_text(errors='replace').strip()[-300:]}")
             clock.wait(never, 0.05)
-        yield
+
+    def kill(self) -> None:
+        """As a power cut of the process: nothing is closed."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _running(command: list[str], port: int, output: Path) -> Iterator[BrokerProcess]:
+    process = BrokerProcess(command, port, output)
+    try:
+        process.start()
+        yield process
     finally:
         process.kill()
-        process.wait()

@@ -37,7 +37,7 @@ from prefetcher.wire import HintMessage, encode
 from prefetcher_connectors.kafka import KafkaOptions, KafkaStreams
 from prefetcher_connectors.redis import EmbeddedServer
 
-__all__ = ["Poster", "run", "until"]
+__all__ = ["Poster", "run", "until", "until_time"]
 
 _RATE_PER_S = 200.0
 _ABSENT_EVERY_S = 0.5
@@ -83,18 +83,28 @@ class Poster:
         self._free = asyncio.Semaphore(connections)
 
     async def post(self, path: str, body: bytes) -> int:
-        """The answer's status; 0 where the connection broke."""
+        """The answer's status; 0 where the connection broke. One that the server closed while it was idle is opened anew."""
+        head = b"POST %b HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body))
         async with self._free:
-            try:
-                reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
-                writer.write(b"POST %b HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(body), body))
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
-                await reader.readexactly(length)
-            except (OSError, asyncio.IncompleteReadError):
-                return 0
-            self._idle.append((reader, writer))
-            return int(head[9:12])
+            while True:
+                is_old = bool(self._idle)
+                try:
+                    connection = self._idle.pop() if is_old else await asyncio.open_connection(self._host, self._port)
+                    status = await self._ask(connection, head + body)
+                except (OSError, asyncio.IncompleteReadError):
+                    if is_old:
+                        continue
+                    return 0
+                self._idle.append(connection)
+                return status
+
+    async def _ask(self, connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], question: bytes) -> int:
+        reader, writer = connection
+        writer.write(question)
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+        await reader.readexactly(length)
+        return int(head[9:12])
 
     def close(self) -> None:
         for _, writer in self._idle:
@@ -118,6 +128,13 @@ class _Sent:
     straight: int = 0
 
 
+async def until_time(due_s: float) -> None:
+    """Returns at that time of the running loop."""
+    loop, come = asyncio.get_running_loop(), asyncio.Event()
+    loop.call_at(due_s, come.set)
+    await come.wait()
+
+
 async def _send(url: str, writer: StreamWriter, seconds: float, rate_per_s: float) -> _Sent:
     """Open loop: hints go at their time, whatever became of those before."""
     sent, poster, loop = _Sent(), Poster(url), asyncio.get_running_loop()
@@ -135,7 +152,7 @@ async def _send(url: str, writer: StreamWriter, seconds: float, rate_per_s: floa
     begin_s, absent, straight = loop.time(), 0, 0.0
     for number in range(int(seconds * rate_per_s)):
         due_s = begin_s + number / rate_per_s
-        await asyncio.sleep(max(0.0, due_s - loop.time()))
+        await until_time(due_s)
         about: _Posted | None = None
         if due_s - begin_s >= absent * _ABSENT_EVERY_S:
             about = _Posted(f"absent-{absent % _ABSENT}", _clock.now_s())

@@ -73,8 +73,9 @@ class RoleProcess:
         finally:
             self._process.stdout.close()
 
-    def send_signal(self, number: int) -> None:
-        self._process.send_signal(number)
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
 
     def cpu_s(self) -> float:
         """Processor time that it used so far."""

@@ -1,5 +1,7 @@
 """Requests in a topic that a gateway writes already, by a field map (`replay.maps`): any JSON object a record.
 
+What the endpoint and agents write into the same topic is in our own format, which is told by its `ts` where the map finds no time.
+
 Times are numbers of seconds, milliseconds, microseconds or nanoseconds since 1970, told apart by their size, or ISO 8601; without a zone
 they are UTC.
 """
@@ -14,7 +16,7 @@ import msgspec
 
 from prefetcher.core.types import RequestSeen
 from prefetcher.replay.maps import FieldMap, first_value, parse_map
-from prefetcher.wire import RequestMapping, RequestMessage, problem_of_request
+from prefetcher.wire import RequestMapping, RequestMessage, problem_of_request, read_request
 
 __all__ = ["mapped_requests"]
 
@@ -42,6 +44,8 @@ def _read(value: bytes, paths: FieldMap) -> RequestSeen:
     if not isinstance(record, dict):
         raise ValueError(f"bad_field: an object was expected, found {type(record).__name__}")
     found = {column: first_value(record, of) for column, of in paths.items()}
+    if found["ts"] is None and "ts" in record:
+        return read_request(value)
     if not isinstance(found["model"], str):
         raise ValueError(f"bad_field: no model at {' or '.join(paths['model'])}")
     count = found["count"]
