@@ -224,6 +224,15 @@ def test_observing_decides_and_loads_nothing(make: Callable[..., Running]) -> No
     eventually(lambda: [e for e in up.events() if e["event"] == "prefetch_ordered" and e["model"] == "m0"])
     with prefetcher.open("m0", socket_path=up.socket_path) as opened:
         assert opened.source == "disk"
+    pinned = cli("pin", "m1", "--url", up.url)
+    assert (pinned.returncode, pinned.stdout.split(": ")[1]) == (0, "pinned and not loaded")
+    refused = cli("evict", "m2", "--url", up.url)
+    assert refused.returncode == 1
+    assert "only observes" in refused.stderr
+    up.end(signal.SIGKILL)
+    up.start()
+    shown = cli("status", "--once", "--url", up.url, COLUMNS="200").stdout
+    assert "pinned, not loaded: this node only observes" in shown
     assert get(up.url, "/v1/residency") == []
     assert not [e for e in up.events() if e["event"] == "load_started"]
 
@@ -270,6 +279,8 @@ def test_status_shows_what_is_resident(make: Callable[..., Running]) -> None:
     assert shown.returncode == 0
     assert "m3" in shown.stdout
     assert "manual" in shown.stdout
+    assert all(f" {model} " in shown.stdout for model in ("m0", "m1", "m2", "big"))
+    assert "it is larger than --host-bytes" in shown.stdout
     machine = cli("status", "--json", "--url", up.url)
     assert json.loads(machine.stdout)["node"]["memory"]["budget_bytes"] == 20_000_000
 
@@ -280,7 +291,11 @@ def test_a_signal_stops_it_cleanly(make: Callable[..., Running], number: int) ->
     with prefetcher.open("m0", socket_path=up.socket_path):
         pass
     assert list(up.host_dir.glob("*/*"))
-    assert up.end(number) == 0
+    process = up.process
+    assert process is not None
+    process.send_signal(number)
+    assert process.communicate(timeout=20)[0] == f"stopped; what was learned is in {up.folder / 'state'}\n"
+    assert process.returncode == 0
     assert not up.socket_path.exists()
     assert not list(up.host_dir.glob("*/*"))
     assert not list((up.folder / "state" / "state").glob("*.sock"))
@@ -352,6 +367,27 @@ def test_following_a_file_across_rotation(make: Callable[..., Running], tmp_path
     assert up.end() == 0
     up.start()
     eventually(lambda: up.rows_restored() == 52)
+
+
+def test_a_followed_log_that_is_not_there_and_one_that_can_not_be_read(make: Callable[..., Running], tmp_path: Path) -> None:
+    path = tmp_path / "gateway.jsonl"
+    up = make("--follow", str(path))
+    eventually(lambda: any("is not there yet" in problem for problem in get(up.url, "/v1/status")["problems"]))
+    eventually(lambda: get(up.url, "/readyz"))
+    assert [e for e in up.events() if e["event"] == "follow_waits"]
+    path.write_text('{"when": 1, "what": "m0"}\n' * 3)
+    eventually(lambda: any("its columns are when, what" in problem for problem in get(up.url, "/v1/status")["problems"]))
+    with pytest.raises(UnavailableError, match="--map"):
+        get(up.url, "/readyz")
+    assert get(up.url, "/healthz")["status"] == "ok", "starting it again would not help"
+    with path.open("a") as file:
+        file.write(f'{{"ts": {int(SystemClock().now_s())}, "model": "m0"}}\n')
+    eventually(lambda: get(up.url, "/v1/status")["problems"] == [])
+    eventually(lambda: "learned from 1 requests" in cli("status", "--once", "--url", up.url, COLUMNS="200").stdout)
+    assert up.end() == 0
+    refused = cli("up", *up.arguments(), "--follow", str(tmp_path / "log.parquet"))
+    assert refused.returncode == 2
+    assert "follow takes JSON lines or CSV" in refused.stderr
 
 
 def test_bad_bodies(make: Callable[..., Running]) -> None:
