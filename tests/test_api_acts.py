@@ -71,9 +71,10 @@ def test_an_unknown_model_is_said_to_be_one(url: str, name: str) -> None:
 def test_every_answer_of_the_machine_has_words() -> None:
     handlers = (residency.ResidencyMachine._pinned, residency.ResidencyMachine._unpinned, residency.ResidencyMachine._load_asked)
     handlers += (residency.ResidencyMachine._evict_asked, residency.ResidencyMachine._why_stays)
-    texts = [inspect.getsource(handler) for handler in handlers] + [inspect.getsource(plans.Plans._why_refuse)]
+    handlers += (plans.Plans._why_refuse, plans.Plans.why_never)
+    texts = [inspect.getsource(handler) for handler in handlers]
     codes = {code for text in texts for code in re.findall(r'"([a-z]+(?:_[a-z]+)*)"', text)}
-    assert {"leased", "pinned_by_plan", "observe", "does_not_fit"} <= codes
+    assert {"leased", "pinned_by_plan", "observe", "does_not_fit", "too_large"} <= codes
     codes -= {"asked"}  # why a load ended, said to nobody who acts
     # A load by hand is of this node and never late, in the control group, or switched off.
     never = {"other_node", "control_group", "switched_off", "plan", "deadline"}
