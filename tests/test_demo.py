@@ -105,19 +105,20 @@ def _waited(seconds: float, reading_s: tuple[float, float] = (1.0, 1.0), **last:
 def test_the_verdict_says_what_was_saved_and_by_what() -> None:
     said = verdict([_waited(183.0), _waited(121.0, ordered=40, bypassed=300, ahead_s=20_000.0)], 2_000.0)
     assert said[0] == "With prefetching: cold waiting 121 s instead of 183 s (\N{MINUS SIGN}34%)."
-    assert "40 prefetches were ordered; used ones had loaded 10.0 s ahead of their use" in said[1]
-    assert "300 requests were read from disk without being kept" in said[1]
+    assert said[1] == "40 prefetches were ordered; what was used of it had loaded 10.0 s ahead of its use."
+    assert "300 requests were read from disk without being kept" in said[2]
     assert verdict([_waited(100.0), _waited(98.0)], 1.0)[0].startswith("No difference that counts: ")
     assert "(+50%)" in verdict([_waited(100.0), _waited(150.0)], 1.0)[0]
 
 
 def test_the_verdict_says_why_nothing_was_ordered() -> None:
     reasons = {"victims_worth_more": 123, "link_busy": 7, "below_price": 50, "no_room": 1}
-    (_, why) = verdict([_waited(2.0), _waited(1.0, not_ordered=reasons)], 1.0)
-    assert why.startswith(
-        "No prefetch was ordered: what would have to leave is worth more (123 times); holding it costs more than it saves (50 times); "
-        "the disk was busy (7 times)."
-    )
+    (_, why, _) = verdict([_waited(2.0), _waited(1.0, not_ordered=reasons)], 1.0)
+    reasons_named = "what would have to leave is worth more (123 times); holding it costs more than it saves (50 times)"
+    assert why == f"No prefetch was ordered: {reasons_named}; the disk was busy (7 times)."
+    (_, why, _) = verdict([_waited(2.0), _waited(1.0, ordered=1, not_ordered=reasons)], 1.0)
+    assert why.startswith("1 prefetch was ordered; ")
+    assert f"More were not: {reasons_named}" in why
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,7 @@ def test_the_verdict_says_why_nothing_was_ordered() -> None:
         ((1.0, 1.0), (1.2, 1.2), ""),
         ((1.0, 1.0), (1.8, 2.0), "1.9 times slower during the second side: run again when it is idle"),
         ((3.0, 3.0), (1.0, 1.0), "3.0 times slower during the first side"),
+        ((1.0, 1.8), (1.8, 1.0), "up to 1.8 times slower at times"),
     ],
 )
 def test_a_machine_that_was_busy_on_one_side_is_said_before_any_figure(

@@ -91,7 +91,8 @@ def run_demo(out: Path, *, seed: int = 0, side_s: float = SIDE_S, clock: Clock |
         f"({host / 1e9:.2f} of {total / 1e9:.1f} GB). Without prefetching, weights are loaded when they are asked for and those used",
         "longest ago make room; with it, the node had read the log of the week before and decides what to keep, to bring and to bypass.",
         f"The clock ran {speed:,.0f} times as fast: waits are real, GB·h are in hours of that clock.",
-        "Every request mapped the weights and checked a whole tensor.",
+        "Every request mapped the weights and checked a whole tensor. Reading one model from disk took, before and after each side,",
+        ", ".join(f"{before_s:.2f} and {after_s:.2f} s" for before_s, after_s in (side.reading_s for side in sides)) + ".",
     ]
     said = verdict(sides, speed)
     write_page(out / "demo.html", sides, said, notes)

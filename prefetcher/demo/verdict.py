@@ -11,6 +11,8 @@ __all__ = ["verdict"]
 
 #: The same work may take so much longer on one side than on the other before their waits are not compared: a run's own noise is below it.
 FAIR_FACTOR = 1.25
+#: The same for any two moments of the run, where both sides were as fast on the whole.
+STEADY_FACTOR = 1.5
 #: A difference in waiting below this share is called none.
 _SAME_SHARE = 0.05
 _REASONS_NAMED = 3
@@ -24,33 +26,39 @@ def verdict(sides: Sequence[Side], speed: float) -> list[str]:
     change = (after_s - before_s) / before_s if before_s else 0.0
     figures = f"cold waiting {after_s:.0f} s instead of {before_s:.0f} s ({change:+.0%})".replace("-", "\N{MINUS SIGN}")
     if unfair:
-        return [unfair, f"Not to be relied on: {figures}.", *_by_what(without, with_it, speed)]
+        return [unfair, f"Not to be relied on: {figures}.", *_by_what(with_it, speed)]
     if abs(change) < _SAME_SHARE:
-        return [f"No difference that counts: {figures}.", *_by_what(without, with_it, speed)]
-    return [f"With prefetching: {figures}.", *_by_what(without, with_it, speed)]
+        return [f"No difference that counts: {figures}.", *_by_what(with_it, speed)]
+    return [f"With prefetching: {figures}.", *_by_what(with_it, speed)]
 
 
 def _unfair(sides: Sequence[Side]) -> str:
-    """'' or how much slower the machine was during one of the sides."""
+    """'' or how much slower the machine was during one of the sides, or how much its speed changed within them."""
     first_s, second_s = (sum(side.reading_s) / 2.0 for side in sides)
-    if not first_s or not second_s:
+    every_s = [seconds for side in sides for seconds in side.reading_s]
+    if min(every_s) <= 0.0:
         return ""
     factor = max(first_s, second_s) / min(first_s, second_s)
-    if factor <= FAIR_FACTOR:
-        return ""
-    which = "second" if second_s > first_s else "first"
-    return f"This machine was {factor:.1f} times slower during the {which} side: run again when it is idle."
+    if factor > FAIR_FACTOR:
+        which = "second" if second_s > first_s else "first"
+        return f"This machine was {factor:.1f} times slower during the {which} side: run again when it is idle."
+    if max(every_s) / min(every_s) > STEADY_FACTOR:
+        return f"This machine was up to {max(every_s) / min(every_s):.1f} times slower at times: run again when it is idle."
+    return ""
 
 
-def _by_what(without: Side, with_it: Side, speed: float) -> list[str]:
+def _by_what(with_it: Side, speed: float) -> list[str]:
     """What the difference comes from, as far as the node can tell."""
     if not with_it.readings:
         return []
     last = with_it.readings[-1]
-    rest = f"{last.bypassed:,} requests were read from disk without being kept, so that better ones stayed"
-    if last.ordered:
-        ahead = f"{last.ordered:,} prefetches were ordered; used ones had loaded {last.ahead_s / speed:.1f} s ahead of their use"
-        return [f"{ahead}. The rest comes from what was kept: {rest}."]
     why = sorted(last.not_ordered.items(), key=lambda item: -item[1])[:_REASONS_NAMED]
-    reasons = "; ".join(f"{reason(code)} ({count:,} times)" for code, count in why) or "nothing was worth it"
-    return [f"No prefetch was ordered: {reasons}. What differs comes from what was kept: {rest}."]
+    reasons = "; ".join(f"{reason(code)} ({count:,} times)" for code, count in why)
+    if last.ordered:
+        ordered = f"{last.ordered:,} {'prefetch was' if last.ordered == 1 else 'prefetches were'} ordered"
+        said = f"{ordered}; what was used of it had loaded {last.ahead_s / speed:.1f} s ahead of its use."
+        said += f" More were not: {reasons}." if reasons else ""
+    else:
+        said = f"No prefetch was ordered: {reasons or 'nothing was worth it'}."
+    kept = f"{last.bypassed:,} requests were read from disk without being kept, so that what is needed more stayed"
+    return [said, f"The rest of the difference comes from what was kept: {kept}."]
