@@ -388,3 +388,32 @@ def test_a_clock_that_is_set_back_does_not_stop_the_planning() -> None:
     world.report()
     world.controller.step()
     assert world.plan().revision > first + 1
+
+
+def test_a_node_that_joins_while_the_controller_waits_for_records_is_planned_for_at_the_next_tick() -> None:
+    clock, state = VirtualClock(T0), MemoryState()
+    options = ControllerOptions((), 0.002, 60.0, 600.0, 1e9)
+    made = Controller(MemoryStreams(), state, Learner(lambda: None), clock, Metrics(), options, arm_of=lambda node, now_s: Arm.TREATED)
+    made.start()
+
+    def joins(node: str) -> None:
+        report = NodeReport(node, clock.now_s(), Memory(10_000, 0), 1000.0, known=(KnownWeights("m", "v", 1000, 1.0),))
+        state.write({records.node_key(NodeName(node), "report"): records.encode(report)})
+        state.see(records.NODES, node, clock.now_s())
+
+    joins("one")
+    made.step()
+    joins("two")
+    intake = made._intake
+    assert intake is not None
+    poll = intake.poll
+
+    def slow(limit: int, timeout_s: float) -> Any:
+        clock.advance(60.0)
+        return poll(limit, timeout_s)
+
+    intake.poll = slow  # type: ignore[method-assign]
+    made.step()
+    intake.poll = poll  # type: ignore[method-assign]
+    made.step()
+    assert state.read(records.node_key(NodeName("two"), "plan")) is not None

@@ -200,13 +200,14 @@ class Controller:
         assert self._intake is not None
         self.alive_s = self._clock.steady_s()
         self._mind_the_clock(self._clock.now_s())
-        if self._clock.now_s() >= self._next_tick_s or not self._nodes.reports:
-            # Before anything is taken in: from there to the plans nothing can fail halfway.
+        if self._clock.now_s() >= self._next_tick_s:
+            self._wanted.add("tick")
+        if "tick" in self._wanted or not self._nodes.reports:
+            # Before anything is taken in: from there to the plans nothing can fail halfway. A tick that comes while the streams are
+            # waited for is the next step's.
             self._look_at_nodes()
         came = self._intake.poll(_ROWS_A_STEP, 0.0 if self._wanted else timeout_s)
         now_s = self._clock.now_s()
-        if now_s >= self._next_tick_s:
-            self._wanted.add("tick")
         tick = "tick" in self._wanted and not came.more
         if came.rows or tick:
             self._take(came, now_s)
