@@ -284,7 +284,7 @@ def test_a_log_with_other_columns_is_a_problem_that_names_them_until_something_i
     (summary,) = [entry for entry in said if entry["event"] == "lines_skipped"]
     assert len(named) == 20
     assert (summary["lines"], summary["reasons"], summary["rows_read"]) == (5, {"ts is no time": 5}, 0)
-    assert "25 lines were refused (ts is no time: 25)" in setup.follower.problem
+    assert "lines refused so far: 25 (ts is no time: 25)" in setup.follower.problem
     assert "its columns are startTime, request.model, request.user, status: say which" in setup.follower.problem
     assert "--map ts=COLUMN,model=COLUMN" in setup.follower.unreadable
     with path.open("a") as file:

@@ -372,7 +372,7 @@ def test_pins_that_stand_and_pins_by_hand_load_nothing_while_a_node_observes(tmp
 
 @pytest.mark.parametrize(
     ("models", "host_bytes", "hint"),
-    [(0, 2_500_000, "no model in"), (2, 500_000, "every model is larger than --host-bytes"), (2, 1_500_000, "1 of 3 models are larger")],
+    [(0, 2_500_000, "no model in"), (2, 500_000, "every model is larger than --host-bytes"), (2, 1_500_000, "1 of 3 models is larger")],
 )
 def test_folders_and_budgets_that_can_not_work_are_said_at_the_start(tmp_path: Path, models: int, host_bytes: int, hint: str) -> None:
     (tmp_path / "models").mkdir()

@@ -383,7 +383,7 @@ def test_a_followed_log_that_is_not_there_and_one_that_can_not_be_read(make: Cal
     with path.open("a") as file:
         file.write(f'{{"ts": {int(SystemClock().now_s())}, "model": "m0"}}\n')
     eventually(lambda: get(up.url, "/v1/status")["problems"] == [])
-    eventually(lambda: "learned from 1 requests" in cli("status", "--once", "--url", up.url, COLUMNS="200").stdout)
+    eventually(lambda: "learned from 1 request " in cli("status", "--once", "--url", up.url, COLUMNS="200").stdout)
     assert up.end() == 0
     refused = cli("up", *up.arguments(), "--follow", str(tmp_path / "log.parquet"))
     assert refused.returncode == 2

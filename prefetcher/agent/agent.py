@@ -638,7 +638,8 @@ def _problem_of(catalog: Catalog, options: AgentOptions) -> str:
     if not large:
         return ""
     named = ", ".join(f"{model} ({size(sizes[model])})" for model in large[:_NAMED]) + (", …" if len(large) > _NAMED else "")
-    count = "every model is" if len(large) == len(sizes) else f"{len(large)} of {len(sizes)} models are"
+    are = "is" if len(large) == 1 else "are"
+    count = "every model is" if len(large) == len(sizes) else f"{len(large)} of {len(sizes)} models {are}"
     which = f"{count} larger than --host-bytes ({size(options.host_bytes)}) and always read from disk: {named}"
     return f"{which}; the largest needs --host-bytes {sizes[large[0]]}"
 

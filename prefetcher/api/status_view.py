@@ -99,8 +99,8 @@ def _head(status: dict[str, Any]) -> Text:
     decides = status.get("decides")
     if not decides:
         return head.append("nothing was decided yet")
-    meaning = expert(decides["expert"])
-    head.append(f"learned from {decides.get('learned_rows', 0):,} requests  decided by {decides['expert']}")
+    meaning, rows = expert(decides["expert"]), decides.get("learned_rows", 0)
+    head.append(f"learned from {rows:,} request{'' if rows == 1 else 's'}  decided by {decides['expert']}")
     return head.append(f": {meaning}" if meaning else "")
 
 

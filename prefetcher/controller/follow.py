@@ -109,7 +109,7 @@ class Follower:
         if self._was_read or bad == 0:
             return ""
         reasons = ", ".join(f"{why}: {count:,}" for why, count in self._bad_lines.most_common(3))
-        said = f"nothing of {self._path} could be read, {bad:,} lines were refused ({reasons})"
+        said = f"nothing of {self._path} could be read, lines refused so far: {bad:,} ({reasons})"
         if not self._columns_seen:
             return f"{said}; {_TAKES}, and CSV is told by a name with .csv"
         named = ", ".join(shortened(name, 40) for name in self._columns_seen[:_COLUMNS_NAMED])
