@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ import xxhash
 from rich.console import Console
 from safetensors import safe_open
 
-from prefetcher.clock import SystemClock
+from prefetcher.clock import SystemClock, VirtualClock
 from prefetcher.demo import demo
 from prefetcher.demo.models import MODELS, make_models
 from prefetcher.demo.node import DemoNode, Reading
 from prefetcher.demo.page import write_page
-from prefetcher.demo.side import Served, Side, read_cold_s
-from prefetcher.demo.traffic import DAY_S, make_traffic
+from prefetcher.demo.side import Served, Side, read_cold_s, run_side
+from prefetcher.demo.traffic import DAY_S, Arrival, make_traffic
 from prefetcher.demo.verdict import verdict
-from prefetcher.errors import IntegrityError, NoRoomError
+from prefetcher.errors import IntegrityError, NoRoomError, UnavailableError
 from prefetcher.telemetry.metrics import Metrics
 
 
@@ -172,3 +173,25 @@ def test_what_the_nodes_wrote_goes_unless_it_is_kept(tmp_path: Path, keep: bool,
     demo._tidy(tmp_path, keep, Console(width=200))
     assert {path.name for path in tmp_path.iterdir()} == ({"demo.html", "history", "side-0", "side-1"} if keep else {"demo.html"})
     assert ("Kept: logs and state" in capsys.readouterr().out) == keep
+
+
+class _BusyNode(DemoNode):
+    """Answers no reading whose number is in `refused`; nobody asks it for weights."""
+
+    def __init__(self, refused: Container[int]) -> None:
+        self.refused, self.asked = refused, 0
+
+    def read(self) -> Reading:
+        self.asked += 1
+        if self.asked in self.refused:
+            raise UnavailableError("too busy")
+        return Reading(1.0, 0, 0.0, 0.0, {}, self.asked)
+
+
+def test_a_node_that_is_too_busy_to_be_read_is_read_again() -> None:
+    # Read in vain: before the first request, at the only sample, and at the end.
+    node = _BusyNode({1, 3, 4, 5})
+    side = run_side("side", node, [Arrival(70.0, "nobody")], [], 100.0, VirtualClock())
+    assert [reading.cold_starts for reading in side.readings] == [2, 6]
+    with pytest.raises(UnavailableError):
+        run_side("side", _BusyNode(range(10**6)), [], [], 100.0, VirtualClock())

@@ -6,6 +6,7 @@ difference between them.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,13 +22,15 @@ from prefetcher.clock import Clock
 from prefetcher.demo.models import DemoModel, drop_from_page_cache
 from prefetcher.demo.node import DemoNode, Reading
 from prefetcher.demo.traffic import Arrival
-from prefetcher.errors import IntegrityError, PrefetcherError
+from prefetcher.errors import IntegrityError, PrefetcherError, UnavailableError
 
 __all__ = ["Served", "Side", "read_cold_s", "run_side"]
 
 #: Programs that ask at once; the rest queue in the client and would hide waiting, so there are plenty.
 _CLIENTS = 24
 _SAMPLE_S = 0.5
+#: A node that answers nothing for so long while nobody asks for weights is gone.
+_LAST_S = 20.0
 _PAGE = 4096
 #: The machine's speed is the median of so many cold reads of one model.
 _READS = 5
@@ -111,6 +114,18 @@ def _touch_pages(tensors: Mapping[str, np.ndarray]) -> None:
         tensors[name].reshape(-1).view(np.uint8)[::_PAGE].sum()
 
 
+def _read_surely(node: DemoNode, clock: Clock) -> Reading:
+    """A reading that the figures need: before the first request and after the last. Raises UnavailableError after `_LAST_S`."""
+    end_s = clock.steady_s() + _LAST_S
+    while True:
+        try:
+            return node.read()
+        except UnavailableError:
+            if clock.steady_s() > end_s:
+                raise
+            clock.wait(threading.Event(), _SAMPLE_S)
+
+
 def run_side(
     name: str,
     node: DemoNode,
@@ -122,7 +137,8 @@ def run_side(
 ) -> Side:
     """Sends every arrival at its time and waits for the last one to be served."""
     side, guard, by_name = Side(name), threading.Lock(), {m.name: m for m in models}
-    never, start_s, next_sample_s = threading.Event(), clock.steady_s(), 0.0
+    side.readings.append(_read_surely(node, clock))
+    never, start_s, next_sample_s = threading.Event(), clock.steady_s(), _SAMPLE_S
 
     def serve(arrival: Arrival) -> None:
         begun_s = clock.steady_s()
@@ -151,13 +167,15 @@ def run_side(
         for number, arrival in enumerate(arrivals):
             while (left_s := start_s + arrival.at_s / speed - clock.steady_s()) > 0.0:
                 if clock.steady_s() - start_s >= next_sample_s:
-                    side.readings.append(node.read())
+                    # A node that is too busy to answer is read again at the next sample.
+                    with contextlib.suppress(UnavailableError):
+                        side.readings.append(node.read())
                     next_sample_s = clock.steady_s() - start_s + _SAMPLE_S
                     progress(number, side.cold_starts)
                     continue
                 clock.wait(never, min(left_s, _SAMPLE_S))
             pool.submit(serve, arrival)
-    side.readings.append(node.read())
+    side.readings.append(_read_surely(node, clock))
     progress(len(arrivals), side.cold_starts)
     side.served.sort(key=lambda s: s.at_s)
     return side
