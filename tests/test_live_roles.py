@@ -204,8 +204,11 @@ def test_people_reach_an_agent_through_the_endpoint(all_roles: Installation) -> 
     eventually(lambda: all_roles.where("a4") == {"one"})
     assert all_roles.send("/v1/models/a4:evict?node=one")[0] == 409
     assert all_roles.send("/v1/models/a4:unpin?node=one")[0] == 200
-    # The plan in force may still keep it; the next one leaves it to whoever evicts.
-    eventually(lambda: all_roles.send("/v1/models/a4:evict?node=one")[0] == 200)
+    # What nobody pins or uses any more is not worth its memory, and leaves with the next plan.
+    eventually(lambda: not all_roles.where("a4"))
+    assert all_roles.send("/v1/models/a4:load?node=one")[1]["ok"]
+    eventually(lambda: all_roles.where("a4") == {"one"})
+    assert all_roles.send("/v1/models/a4:evict?node=one")[0] == 200
     eventually(lambda: not all_roles.where("a4"))
 
 
