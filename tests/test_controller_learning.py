@@ -417,3 +417,28 @@ def test_a_node_that_joins_while_the_controller_waits_for_records_is_planned_for
     intake.poll = poll  # type: ignore[method-assign]
     made.step()
     assert state.read(records.node_key(NodeName("two"), "plan")) is not None
+
+
+def test_a_hint_for_what_is_there_waits_for_the_next_ones_and_one_for_what_is_not_does_not() -> None:
+    world = World()
+    world.report(held=(ready("m1"),))
+    world.controller.step()
+
+    def plans() -> int:
+        return world.plan().revision
+
+    before = plans()
+    for n in range(10):
+        world.hint("m1")
+        world.hint(f"unknown-{n}")
+        world.controller.step()
+    assert plans() == before
+    world.hint("m2")
+    world.controller.step()
+    assert plans() == before + 1
+    world.hint("m1")
+    world.controller.step()
+    assert plans() == before + 1
+    world.clock.advance(1.0)
+    world.controller.step()
+    assert plans() == before + 2
