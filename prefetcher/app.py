@@ -146,12 +146,12 @@ class App(Process):
                 self._streams,
                 self.clock,
                 self.metrics,
-                lambda reason: None,
                 settings.stream.map,
                 settings.stream.tz,
             )
             self.run_thread("follow", self._follower.run)
-        log().info("ready", url=self.address, roles=sorted(self._roles), node=self._node, observe=settings.decision.observe)
+        roles = sorted(role.value for role in self._roles)
+        log().info("ready", url=self.address, roles=roles, node=self._node, observe=settings.decision.observe)
 
     # --- what roles share ---
 

@@ -23,7 +23,7 @@ T0 = 1_767_225_600
 class Setup:
     def __init__(self, path: Path, streams: MemoryStreams, fields: str | None = None) -> None:
         self.streams, self.metrics, self.clock = streams, Metrics(), VirtualClock(T0 + 1000.0)
-        self.follower = Follower(path, streams, self.clock, self.metrics, lambda reason: None, fields)
+        self.follower = Follower(path, streams, self.clock, self.metrics, fields)
 
     def read(self) -> list[tuple[float, str]]:
         while self.follower.step():
@@ -245,7 +245,7 @@ def test_a_header_that_is_none(tmp_path: Path) -> None:
 def test_nanoseconds_and_counts_beyond_all_measure(tmp_path: Path) -> None:
     path, streams = tmp_path / "log.jsonl", FileStreams(tmp_path / "log")
     path.write_text(f'{{"ts": {T0 + 5}123456789, "model": "a", "count": {"9" * 30}}}\n')
-    follower = Follower(path, streams, VirtualClock(T0 + 1000.0), Metrics(), lambda reason: None)
+    follower = Follower(path, streams, VirtualClock(T0 + 1000.0), Metrics())
     assert follower.step()
     (row,) = rows_of(streams)
     assert (row.ts, row.count) == (pytest.approx(T0 + 5.123456789, abs=1e-3), 1_000_000_000)

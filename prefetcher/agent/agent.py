@@ -107,11 +107,11 @@ class _Wait:
 class Agent:
     """One node. `start` brings it up or raises; `close` ends it and gives all memory back. Other methods are safe for threads.
 
-    Who builds it may set, before rows come: `on_order_ended(decision_id, outcome)`, told of every change once an order was used or is
-    over; `on_unannounced(row)`, told of every open that no request row came before, as a row (it comes back by `requested`, if it does,
-    without counting twice); `arm_of(now_s)`, the node's side of the experiment; `on_died(part, error)`, told when the loop fails and the
-    agent is of no use any more. All are called in the agent's loop and must be quick; but for `tell(snapshot, last)`, which sends on what a
-    snapshot has to tell, in the thread of the state store, and raises TemporaryError where it can't.
+    Who builds it may set, before rows come: `on_unannounced(row)`, told of every open that no request row came before, as a row (it comes
+    back by `requested`, if it does, without counting twice); `arm_of(now_s)`, the node's side of the experiment; `on_died(part, error)`,
+    told when the loop fails and the agent is of no use any more. All are called in the agent's loop and must be quick; but for
+    `tell(snapshot, last)`, which sends on what a snapshot has to tell, in the thread of the state store, and raises TemporaryError where it
+    can't.
     """
 
     def __init__(self, options: AgentOptions, state: StateStore, clock: Clock, metrics: Metrics) -> None:
@@ -142,7 +142,6 @@ class Agent:
         #: What is wrong with the models folder as a whole, and the folders in it of which the log said that they are refused.
         self._folder_problem = ""
         self._refused_logged: set[str] = set()
-        self.on_order_ended: Callable[[str, str], None] = lambda decision_id, outcome: None
         self.on_unannounced: Callable[[RequestSeen], None] = lambda row: None
         self.arm_of: Callable[[float], Arm] = lambda now_s: Arm.TREATED
         self.on_died: Callable[[str, BaseException], None] = lambda part, error: None
@@ -290,9 +289,7 @@ class Agent:
             self._do(told, event)
         if isinstance(event, ev.Requested | ev.LeaseRequested):
             self._hurry(event.target)
-        for order in self._book.take_changed():
-            if order.end_s is not None or order.first_use_s is not None:
-                self.on_order_ended(order.decision_id, order.outcome)
+        self._book.take_changed()
 
     def _hurry(self, target: ev.Target) -> None:
         weights = self._machine.holdings.resolve(target)

@@ -12,7 +12,6 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +50,7 @@ _MOST_COUNT = 1_000_000_000
 
 
 class Follower:
-    """Follows `path` into the requests topic; `wake('')` is called after every append. `run` is for a thread of its own.
+    """Follows `path` into the requests topic. `run` is for a thread of its own.
 
     Raises:
         SettingsError: the field map or the time zone does not exist, or the file is parquet or compressed.
@@ -63,7 +62,6 @@ class Follower:
         streams: Streams,
         clock: Clock,
         metrics: Metrics,
-        wake: Callable[[str], None],
         fields: str | None = None,
         tz: str = "UTC",
     ) -> None:
@@ -72,7 +70,6 @@ class Follower:
         self._writer = streams.writer()
         self._clock = clock
         self._metrics = metrics
-        self._wake = wake
         self._fields = parse_map(fields)
         self._times = TimeReader(tz)
         self._csv = ".csv" in path.suffixes
@@ -262,7 +259,6 @@ class Follower:
         self._rows_read += len(rows)
         self._was_read = True
         self._metrics.requests.labels(source="file").inc(len(rows))
-        self._wake("")
 
     def _rows(self, lines: list[bytes]) -> list[RequestSeen]:
         found: list[tuple[int, dict[str, Any]]] = []
