@@ -82,10 +82,12 @@ class Poster:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
         self._free = asyncio.Semaphore(connections)
 
-    async def post(self, path: str, body: bytes) -> int:
-        """The answer's status; 0 where the connection broke. One that the server closed while it was idle is opened anew."""
+    async def post(self, path: str, body: bytes, on_sent: Callable[[], None] = lambda: None) -> int:
+        """The answer's status; 0 where the connection broke. One that the server closed while it was idle is opened anew. `on_sent` is
+        called when a connection is free for it."""
         head = b"POST %b HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body))
         async with self._free:
+            on_sent()
             while True:
                 is_old = bool(self._idle)
                 try:
@@ -113,10 +115,10 @@ class Poster:
 
 @dataclass(slots=True)
 class _Posted:
-    """A hint for an absent model, when it was due, and when it was answered."""
+    """A hint for an absent model, when it was sent, and when it was answered."""
 
     model: str
-    sent_s: float
+    sent_s: float = 0.0
     answered_s: float = 0.0
 
 
@@ -143,7 +145,12 @@ async def _send(url: str, writer: StreamWriter, seconds: float, rate_per_s: floa
 
     async def post(body: dict[str, Any], about: _Posted | None) -> None:
         begin_s = _clock.steady_s()
-        status = await poster.post("/v1/hints", json.dumps(body).encode())
+
+        def on_sent() -> None:
+            if about is not None:
+                about.sent_s = _clock.now_s()
+
+        status = await poster.post("/v1/hints", json.dumps(body).encode(), on_sent)
         if about is not None and status == 202:
             about.answered_s = _clock.now_s()
         sent.took_s.append(_clock.steady_s() - begin_s)
@@ -155,7 +162,7 @@ async def _send(url: str, writer: StreamWriter, seconds: float, rate_per_s: floa
         await until_time(due_s)
         about: _Posted | None = None
         if due_s - begin_s >= absent * _ABSENT_EVERY_S:
-            about = _Posted(f"absent-{absent % _ABSENT}", _clock.now_s())
+            about = _Posted(f"absent-{absent % _ABSENT}")
             sent.absent.append(about)
             body = {"model": about.model, "ttl_s": _TTL_S, "source": "bench"}
             absent += 1
@@ -275,7 +282,7 @@ def _judge(sent: _Sent, agent: RoleProcess, kind: str) -> dict[str, Any]:
     took_s, early, missing = [], 0, 0
     for posted in sent.absent:
         begun_s = next((at_s for at_s in started.get(posted.model, ()) if at_s >= posted.sent_s), None)
-        if posted.answered_s == 0.0 or begun_s is None or begun_s > posted.sent_s + _LOADED_S:
+        if posted.answered_s == 0.0 or begun_s is None or begun_s > posted.answered_s + _LOADED_S:
             missing += 1
             continue
         early += begun_s <= posted.answered_s
