@@ -20,6 +20,7 @@ import kafka.errors as errors
 import structlog
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
 from kafka.net.compat import KafkaNetClient
+from kafka.producer.transaction_manager import TransactionState
 
 from prefetcher.clock import SystemClock
 from prefetcher.errors import PrefetcherError, SettingsError, UnavailableError
@@ -96,6 +97,21 @@ class KafkaOptions:
     pending_bytes: int = 32_000_000
     #: The largest record that is written; a broker refuses more than about 1 MB unless its `message.max.bytes` was raised.
     record_bytes: int = 1_048_576
+
+
+def _begin_anew_after_reset(producer: KafkaProducer) -> None:
+    """Has an idempotent producer ask for a new id when it dropped the old one, as it does when a record that was sent before is given up.
+
+    The client drops the id and stays `READY`, where it asks for none: it would never send again. After an outage of 30 s that is certain.
+    """
+    manager = producer._transaction_manager
+    reset = manager.reset_producer_id
+
+    def reset_and_begin_anew() -> None:
+        reset()
+        manager._current_state = TransactionState.UNINITIALIZED
+
+    manager.reset_producer_id = reset_and_begin_anew
 
 
 class KafkaStreams:
@@ -300,6 +316,7 @@ class KafkaStreams:
             allow_auto_create_topics=False,
             metrics_enabled=False,
         )
+        _begin_anew_after_reset(producer)
         # What is known now is known while the broker is away: an append waits for the broker, not for its topic's list of partitions.
         for topic in Topic:
             with contextlib.suppress(errors.KafkaTimeoutError):
