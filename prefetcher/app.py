@@ -283,11 +283,14 @@ class App(Process):
         )
         try:
             controller.start(fence)
+            controller.run(over)
         except TemporaryError as exc:
+            # Only a start raises it: a controller that runs waits until what is away is back.
             log().warning("term_not_begun", reason=str(exc), then="trying again")
             over.wait(1.0)
-            return
-        controller.run(over)
+        finally:
+            # Whoever stands by is not asked whether it moves.
+            self._controller = None
         if controller.deposed:
             log().error("controller_deposed", fence=fence, then="standing by")
 
@@ -310,14 +313,16 @@ class App(Process):
             stop.wait(_LISTEN_AGAIN_S)
 
     def _wake(self, reason: str) -> None:
-        if self._controller is not None:
-            self._controller.wake(reason)
+        controller = self._controller
+        if controller is not None:
+            controller.wake(reason)
 
     def _controller_stands(self) -> str:
         """'' or how long the controller has not moved."""
-        if self._controller is None:
+        controller = self._controller
+        if controller is None:
             return ""
-        silent_s = self.clock.steady_s() - self._controller.alive_s
+        silent_s = self.clock.steady_s() - controller.alive_s
         if _CONTROLLER_STALL_S * self.clock.speed < silent_s < float("inf"):
             return f"the controller has not moved for {silent_s:.0f} s"
         return ""

@@ -17,6 +17,7 @@ import msgspec
 from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, NodeName, RequestSeen
 
 __all__ = [
+    "AHEAD_S",
     "MOST_VERSION",
     "VERSION",
     "DeadLetter",
@@ -37,6 +38,8 @@ VERSION = 1
 MOST_VERSION = 1
 #: 2000-01-01: an earlier time is a unit that was mistaken.
 EARLIEST_S = 946_684_800.0
+#: Clocks of those who write may be this far ahead of a reader's; what is dated later is refused.
+AHEAD_S = 60.0
 
 
 class RequestMessage(msgspec.Struct, omit_defaults=True):
@@ -158,8 +161,9 @@ def decode_hint(value: bytes) -> HintMessage:
         raise ValueError(f"too_new: version {message.v}, this program reads up to {MOST_VERSION}")
     if not message.model or not message.hint_id:
         raise ValueError("empty_name: model or hint_id is empty")
-    if len(message.model.encode("utf-8", "replace")) > NAME_LIMIT_BYTES:
-        raise ValueError(f"long_name: a name of more than {NAME_LIMIT_BYTES} bytes, {message.model[:40]!r}…")
+    for name in (message.model, message.hint_id, message.source, message.session, message.user):
+        if name is not None and len(name.encode("utf-8", "replace")) > NAME_LIMIT_BYTES:
+            raise ValueError(f"long_name: a name of more than {NAME_LIMIT_BYTES} bytes, {name[:40]!r}…")
     if not message.ts >= EARLIEST_S or math.isinf(message.ts):
         raise ValueError(f"bad_time: ts is {message.ts}, expected seconds since 1970")
     if not (0.0 <= message.in_s <= 86_400.0 and 0.0 < message.ttl_s <= 86_400.0):

@@ -17,7 +17,7 @@ from prefetcher.controller.learner import Learner
 from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport
 from prefetcher.core.shadow_caches import ShadowCaches
 from prefetcher.core.types import Arm, Cause, ModelName, NodeName, Plan, RequestSeen
-from prefetcher.ports import Partition, Topic
+from prefetcher.ports import Chunk, Partition, Topic
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import HintMessage, RequestMessage, encode
 from prefetcher_connectors.memory import MemoryState, MemoryStreams
@@ -442,3 +442,54 @@ def test_a_hint_for_what_is_there_waits_for_the_next_ones_and_one_for_what_is_no
     world.clock.advance(1.0)
     world.controller.step()
     assert plans() == before + 2
+
+
+def test_what_is_dated_in_the_future_is_passed_over() -> None:
+    world = World()
+    world.report()
+    world.rows([RequestSeen((T0 - 5) * 1000.0, ModelName("m1")), RequestSeen(1e300, ModelName("m2")), RequestSeen(T0 - 5, ModelName("m3"))])
+    world.writer.append(Topic.HINTS, [("m4", encode(HintMessage("h", T0 * 1000.0, "m4")))])
+    world.hint("m0")
+    world.controller.step()
+    assert world.controller._learner.names == ["m3"]
+    assert world.controller._hints.models() == ["m0"]
+    assert world.controller._learner.positions[AT] == 3
+    assert 'reason="future",what="record of requests"} 2.0' in world.metrics.text().decode()
+
+
+def test_what_was_learned_under_a_backlog_is_saved_and_hints_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefetcher.controller.controller._ROWS_A_STEP", 10)
+    world = World()
+    world.report()
+    world.controller.step()
+    revision = world.plan().revision
+    world.ask(100)
+    world.clock.advance(31.0)
+    world.hint("m3")
+    assert world.controller.step(), "more rows wait"
+    assert world.plan().revision > revision
+    again = world.make()
+    assert again._learner.traffic.rows == 10
+
+
+class Moved(MemoryStreams):
+    """Streams whose reader once had to move: it says so with a chunk without records."""
+
+    def reader(self, *args: Any, **kwargs: Any) -> Any:
+        reader = super().reader(*args, **kwargs)
+        poll, moves = reader.poll, [Chunk(AT, [], [], 0, lost=7)]
+        monkey = lambda limit, timeout_s: [moves.pop()] if moves else poll(limit, timeout_s)  # noqa: E731
+        reader.poll = monkey
+        return reader
+
+
+def test_records_that_are_gone_are_passed_over() -> None:
+    world = World()
+    world.streams = Moved()
+    world.writer = world.streams.writer()
+    world.report()
+    world.controller = world.make()
+    world.ask(3)
+    world.controller.step()
+    world.controller.step()
+    assert world.controller._learner.traffic.rows == 3

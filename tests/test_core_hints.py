@@ -129,3 +129,15 @@ def test_what_is_kept_up_to_date_is_what_the_open_hints_say(steps: list[tuple[st
         if said is not None and anew is not None:
             assert (said.at_s, said.until_s) == (anew.at_s, anew.until_s)
             assert said.probability == pytest.approx(anew.probability)
+
+
+def test_ends_of_settled_and_moved_hints_do_not_pile_up() -> None:
+    book = HintBook()
+    for n in range(50_000):
+        book.add(hint(n, session=f"s{n % 100}", at_s=0.001 * n, ttl_s=86_400.0), 0.001 * n)
+        if n % 3 == 0:
+            book.used("m", 0.001 * n)
+    assert len(book) <= 100
+    assert len(book._ends) < 11_000
+    book.expire(1e9)
+    assert len(book) == 0

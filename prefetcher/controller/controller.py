@@ -136,7 +136,7 @@ class Controller:
                 log().error("snapshot_unreadable", reason=str(exc), then="learning again from the request log")
         self._metrics.learned.set(self._learner.traffic.rows)
         self._saved = dict(self._learner.positions)
-        self._intake = intake = Intake(self._streams, self._learner.positions, self._metrics, self._read_request)
+        self._intake = intake = Intake(self._streams, self._learner.positions, self._clock, self._metrics, self._read_request)
         self._metrics.lag.set_function(lambda: float(intake.lag))
         now_s = self._clock.now_s()
         self._next_snapshot_s = now_s + self._options.snapshot_s
@@ -220,6 +220,12 @@ class Controller:
                 self.order_ended(NodeName(outcome.node), str(order.get("decision_id", "")), str(order.get("outcome", "")))
         self._take_hints(came.hints, now_s)
         if came.more:
+            # A backlog is taken in before anything is planned by it; but hints don't wait for it, and what was learned is not lost.
+            if "hint" in self._wanted:
+                self._plan_for({"hint"})
+                self._wanted.discard("hint")
+            if now_s >= self._next_snapshot_s:
+                self.save()
             return True
         if tick:
             self._next_tick_s = (now_s // self._options.tick_s + 1.0) * self._options.tick_s

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from prefetcher.clock import Clock
 from prefetcher.controller.merge import RowMerge
 from prefetcher.core.types import RequestSeen
 from prefetcher.ports import Chunk, Partition, Positions, Streams, Topic
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher.wire import HintMessage, OutcomeMessage, RequestMapping, decode_hint, decode_outcome
+from prefetcher.wire import AHEAD_S, HintMessage, OutcomeMessage, RequestMapping, decode_hint, decode_outcome
 
 __all__ = ["Came", "Intake"]
 
-_TOPICS = (Topic.REQUESTS, Topic.HINTS, Topic.OUTCOMES)
+#: Hints come first: where topics are read one after another, they don't wait behind a backlog of requests.
+_TOPICS = (Topic.HINTS, Topic.OUTCOMES, Topic.REQUESTS)
 #: Unreadable records that are named each minute of reading; the others are counted.
 _NAMED = 20
 
@@ -37,8 +39,9 @@ class Came:
 class Intake:
     """Reads all partitions from `positions` on. For one thread, but for `lag`."""
 
-    def __init__(self, streams: Streams, positions: Positions, metrics: Metrics, read_request: RequestMapping) -> None:
+    def __init__(self, streams: Streams, positions: Positions, clock: Clock, metrics: Metrics, read_request: RequestMapping) -> None:
         self._from = dict(positions)
+        self._clock = clock
         self._metrics = metrics
         self._read_request = read_request
         self._merge = RowMerge()
@@ -89,19 +92,28 @@ class Intake:
 
     def _take_rows(self, chunk: Chunk) -> None:
         rows: list[tuple[int, RequestSeen]] = []
-        after = [*chunk.offsets[1:], chunk.next_offset]
+        # A chunk without records says that the reader had to move.
+        after = [*chunk.offsets[1:], chunk.next_offset][: len(chunk.values)]
+        latest_s = self._clock.now_s() + AHEAD_S * self._clock.speed
         for offset, value in zip(after, chunk.values, strict=True):
             try:
-                rows.append((offset, self._read_request(value)))
+                row = self._read_request(value)
+                if row.ts > latest_s:
+                    raise ValueError(f"future: ts is {row.ts}, which is to come")
+                rows.append((offset, row))
             except ValueError as exc:
                 self._skipped(chunk, offset, str(exc))
         self._merge.add(chunk.partition, rows, chunk.next_offset)
 
     def _take_others(self, chunk: Chunk, came: Came) -> None:
+        latest_s = self._clock.now_s() + AHEAD_S * self._clock.speed
         for offset, value in zip(chunk.offsets, chunk.values, strict=True):
             try:
                 if chunk.partition.topic is Topic.HINTS:
-                    came.hints.append(decode_hint(value))
+                    hint = decode_hint(value)
+                    if hint.ts > latest_s:
+                        raise ValueError(f"future: ts is {hint.ts}, which is to come")
+                    came.hints.append(hint)
                 else:
                     came.outcomes.append(decode_outcome(value))
             except ValueError as exc:

@@ -25,6 +25,8 @@ _FADE = 0.5 ** (1.0 / _HALF_LIFE_HINTS)
 MOST_SOURCES = 10_000
 MOST_OPEN = 50_000
 MOST_IDS = 200_000
+#: Ends of hints that are settled or were moved out, before they are sorted out.
+_SPARE_ENDS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,9 @@ class HintBook:
             said.at_s = None if said.at_s is None else min(said.at_s, hint.at_s)
             said.until_s = max(said.until_s, hint.until_s)
         heapq.heappush(self._ends, (hint.until_s, hint.model, *who))
+        if len(self._ends) > 2 * self._count + _SPARE_ENDS:
+            self._ends = [(h.until_s, model, *of) for model, theirs in self._open.items() for of, h in theirs.items()]
+            heapq.heapify(self._ends)
         return "new" if before is None else "folded"
 
     def used(self, model: str, at_s: float) -> int:
