@@ -466,10 +466,11 @@ def test_what_was_learned_under_a_backlog_is_saved_and_hints_are_planned(monkeyp
     world.ask(100)
     world.clock.advance(31.0)
     world.hint("m3")
-    assert world.controller.step(), "more rows wait"
+    for _ in range(3):
+        # Topics take turns in coming first.
+        assert world.controller.step(), "more rows wait"
     assert world.plan().revision > revision
-    again = world.make()
-    assert again._learner.traffic.rows == 10
+    assert 10 <= world.make()._learner.traffic.rows < 100
 
 
 class Moved(MemoryStreams):

@@ -19,8 +19,7 @@ from prefetcher.wire import AHEAD_S, HintMessage, OutcomeMessage, RequestMapping
 
 __all__ = ["Came", "Intake"]
 
-#: Hints come first: where topics are read one after another, they don't wait behind a backlog of requests.
-_TOPICS = (Topic.HINTS, Topic.OUTCOMES, Topic.REQUESTS)
+_TOPICS = (Topic.REQUESTS, Topic.HINTS, Topic.OUTCOMES)
 #: Unreadable records that are named each minute of reading; the others are counted.
 _NAMED = 20
 
