@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDict
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
-from prefetcher.errors import SettingsError
+from prefetcher.errors import SettingsError, shortened
+from prefetcher.secrets import problem_of_address, without_secrets
 
 __all__ = [
     "ApiSettings",
@@ -62,10 +63,30 @@ def parse_bytes(text: str | int | float) -> int:
     return round(size)
 
 
-#: Settings that are never shown, or only without what they hold of a password.
-_SECRETS = frozenset({"kafka.password", "state.url"})
+#: Names, also mistyped ones, of what is no message's business; brokers may have been given with a password, as in an address.
+_SECRET_NAME = re.compile(r"pass|pwd|secret|token|key|url|broker|username", re.IGNORECASE)
+_STATE_SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+def _state_address(url: str) -> str:
+    problem = problem_of_address(url) if url.startswith(_STATE_SCHEMES) else "it begins with none of redis://, rediss:// and unix://"
+    if problem:
+        raise ValueError(f"this is no address of a state server: {problem}; write redis://host:port/0")
+    return url
+
+
+def _no_password(brokers: str) -> str:
+    if "@" in brokers:
+        raise ValueError(
+            "an address of a broker is host:9092, without an @; name and password are PREFETCHER_KAFKA__USERNAME and "
+            "PREFETCHER_KAFKA__PASSWORD"
+        )
+    return brokers
+
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+StateAddress = Annotated[str, AfterValidator(_state_address)]
+Brokers = Annotated[str, AfterValidator(_no_password)]
 
 
 class _Group(BaseModel):
@@ -123,7 +144,7 @@ class StateSettings(_Group):
     """Where what was learned is kept."""
 
     dir: Path = Field(default=Path("~/.local/state/prefetcher"), description="folder of the embedded server and of the request log")
-    url: str | None = Field(default=None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0")
+    url: StateAddress | None = Field(default=None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0")
     users_keep_s: float = Field(default=2_592_000.0, gt=0, description="how long users are kept (hashed) after their last request")
     history_keep_s: float = Field(default=34_560_000.0, gt=0, description="how long hours of request counts are kept")
     snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of what was learned")
@@ -145,7 +166,7 @@ class StreamSettings(_Group):
 class KafkaSettings(_Group):
     """The broker; without `brokers`, streams are a folder of this process."""
 
-    brokers: str | None = Field(default=None, description="addresses of the brokers, as host:9092,host:9092")
+    brokers: Brokers | None = Field(default=None, description="addresses of the brokers, as host:9092,host:9092")
     prefix: str = Field(
         default="prefetch", min_length=1, max_length=100, pattern=r"^[\w.-]+$", description="first part of topics and groups"
     )
@@ -217,15 +238,16 @@ def load_settings(overrides: Mapping[str, Mapping[str, Any]] | None = None, file
     `file`, or else the one that `PREFETCHER_CONFIG` names, says what neither of them does.
 
     Raises:
-        SettingsError: an unknown variable or key, a value that is out of range, or a file that is not TOML; the message names it and
-            what was expected.
+        SettingsError: unknown variables or keys, values that are out of range, or a file that is not TOML; the message names all of them
+            and what was expected, and no value that may be a secret.
     """
     known = setting_names()
+    wrong: list[str] = []
     for variable in sorted(os.environ):
         if variable.startswith(PREFIX) and variable not in known and not _NOT_SETTINGS.match(variable):
             close = difflib.get_close_matches(variable, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; the reference of settings lists all"
-            raise SettingsError(f"{variable} is not a setting{hint}")
+            wrong.append(f"{variable} is not a setting{hint}")
     given = {group: {name: value for name, value in values.items() if value is not None} for group, values in (overrides or {}).items()}
     named = os.environ.get(f"{PREFIX}CONFIG")
     source = file if file is not None else Path(named) if named else None
@@ -240,17 +262,39 @@ def load_settings(overrides: Mapping[str, Mapping[str, Any]] | None = None, file
         ) -> tuple[Source, ...]:
             return init_settings, env_settings, InitSettingsSource(settings_cls, of_file)
 
+    made: Settings | None = None
     try:
         groups: dict[str, Any] = {group: values for group, values in given.items() if values}
-        return FromFile(**groups)
+        made = FromFile(**groups)
     except ValidationError as exc:
-        first = exc.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        reason = str(first["msg"]).removeprefix("Value error, ")
-        given_value = "(hidden)" if where in _SECRETS else repr(first["input"])
-        raise SettingsError(f"{where} = {given_value}: {reason}" + ("" if source is None else f" (the file is {source})")) from exc
+        # Without a cause: pydantic's own text has every value in it.
+        of_values = [_in_words(error) for error in exc.errors(include_url=False, include_context=False)]
+        wrong += [*of_values[:-1], of_values[-1] + ("" if source is None else f" (the file is {source})")]
     except ValueError as exc:  # pydantic-settings: a group's variable that is not JSON
-        raise SettingsError(str(exc)) from exc
+        wrong.append(str(exc))
+    if made is None or wrong:
+        raise SettingsError("; ".join(wrong))
+    return made
+
+
+def _in_words(error: Mapping[str, Any]) -> str:
+    """One thing that is wrong, with its value where that is a known setting's and can't be a secret."""
+    where = ".".join(str(part) for part in error["loc"])
+    reason = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"{where} is not a setting{_close_to(where)}"
+    value = error["input"]
+    if "." not in where:
+        return f"{where} is a group of settings, not a value; write a table, as [{where}], with a line for each setting"
+    if _SECRET_NAME.search(where) or not isinstance(value, str | int | float):
+        return f"{where} (its value is not shown): {reason}"
+    return f"{where} = {shortened(repr(value))}: {reason}"
+
+
+def _close_to(where: str) -> str:
+    known = [name.removeprefix(PREFIX).lower().replace("__", ".", 1) for name in setting_names()]
+    close = difflib.get_close_matches(where, [*known, *Settings.model_fields], n=1)
+    return f"; did you mean {close[0]}?" if close else "; the reference of settings lists all"
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -262,11 +306,6 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path} is not TOML: {exc}; write a table for each group, as [node] host_bytes = '8GB'") from exc
 
 
-def without_password(url: str) -> str:
-    """`url` as it may be shown."""
-    return re.sub(r"(://[^:@/]*):[^@]*@", r"\1:***@", url)
-
-
 def shown(settings: Settings) -> dict[str, str]:
     """Every setting's value by variable, as it may be shown: passwords are hidden."""
     values: dict[str, str] = {}
@@ -275,5 +314,5 @@ def shown(settings: Settings) -> dict[str, str]:
         for name in type(inner).model_fields:
             value = getattr(inner, name)
             text = "" if value is None else str(value)
-            values[f"{PREFIX}{group}__{name}".upper()] = without_password(text) if f"{group}.{name}" == "state.url" else text
+            values[f"{PREFIX}{group}__{name}".upper()] = without_secrets(text) if f"{group}.{name}" == "state.url" else text
     return values

@@ -153,6 +153,24 @@ def test_no_server_there() -> None:
         RedisState("nonsense")
 
 
+@pytest.mark.parametrize(
+    "address", ["redis://:s3cr/etI@host", "redis://:a@s3cr/b@host", "redis://127.0.0.1:1/0?unknown=s3cr", "redis://me:s3cr"]
+)
+def test_an_address_that_is_none_is_not_quoted(address: str) -> None:
+    with pytest.raises(UnavailableError, match=r"is no address of|asks for an option") as caught:
+        RedisState(address)
+    assert "s3cr" not in str(caught.value)
+
+
+def test_a_socket_whose_path_has_an_at(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / "a@b")
+    server.start()
+    try:
+        RedisState(server.url).close()
+    finally:
+        server.stop()
+
+
 def _pid(server: EmbeddedServer) -> int:
     assert server._process is not None
     return server._process.pid

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from redis.retry import Retry
 
 from prefetcher.clock import Clock, SystemClock
 from prefetcher.errors import UnavailableError
+from prefetcher.secrets import problem_of_address, without_secrets
 
 __all__ = ["HURRIED_S", "PATIENT_S", "EmbeddedServer", "RedisState"]
 
@@ -94,9 +94,11 @@ class RedisState:
     """
 
     def __init__(self, url: str, timeout_s: float = PATIENT_S, why_away: Callable[[], str] | None = None) -> None:
-        #: Without the password that an address may carry.
-        self._shown = re.sub(r"(://[^:@/]*):[^@]*@", r"\1:***@", url)
+        self._shown = without_secrets(url)
         self._why_away = why_away
+        problem = problem_of_address(url)
+        if problem:
+            raise UnavailableError(f"what was given is no address of a state server: {problem}; write redis://host:port/0")
         try:
             self._redis = redis.Redis.from_url(
                 url,
@@ -105,15 +107,18 @@ class RedisState:
                 retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
             )
         except ValueError as exc:
-            raise UnavailableError(
-                f"{self._shown!r} is no address of a state server ({exc}); write redis://host:port/0"
-            ) from exc
+            # Its own text may quote a part of the address.
+            raise UnavailableError(f"{self._shown!r} is no address of a state server; write redis://host:port/0") from exc
         self._fenced = self._redis.register_script(_FENCED)
         self._replaced = self._redis.register_script(_REPLACED)
         self._lease = self._redis.register_script(_LEASE)
         self._drop = self._redis.register_script(_DROP)
-        with self._answering():
-            self._redis.ping()
+        try:
+            with self._answering():
+                self._redis.ping()
+        except TypeError as exc:
+            # The client takes whatever stands in the query for one of its options, and finds out when it connects.
+            raise UnavailableError(f"{self._shown!r} asks for an option that there is not; write redis://host:port/0") from exc
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:

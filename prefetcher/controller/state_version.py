@@ -5,9 +5,9 @@ Version 1, which wrote no number, had one position in one request log where vers
 
 from __future__ import annotations
 
-from prefetcher.config import without_password
 from prefetcher.errors import SettingsError
 from prefetcher.ports import StateStore
+from prefetcher.secrets import without_secrets
 from prefetcher.telemetry.logs import log
 
 __all__ = ["VERSION", "check_version"]
@@ -27,7 +27,7 @@ def check_version(state: StateStore, url: str) -> None:
     found = int(raw) if raw is not None and raw.isdigit() else None
     if found is not None and found > VERSION:
         raise SettingsError(
-            f"what is stored at {without_password(url)} has format {found}, this program knows up to {VERSION}: "
+            f"what is stored at {without_secrets(url)} has format {found}, this program knows up to {VERSION}: "
             "install the newer program again, or name another state server or folder"
         )
     if found != VERSION:
