@@ -126,6 +126,14 @@ class StreamReader(Protocol):
         answer of the broker counts."""
         ...
 
+    def partitions(self) -> frozenset[Partition]:
+        """All partitions that the topics have, of this reader or not; of a topic that is gone, none.
+
+        Raises:
+            UnavailableError: the stream is away.
+        """
+        ...
+
     def close(self) -> None: ...
 
 

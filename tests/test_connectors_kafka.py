@@ -70,6 +70,7 @@ class Taken:
         self.begun: list[Partition] = []
         self.lost = 0
         self.away = 0
+        self.why_away = ""
         self.reader = streams.reader([Topic.REQUESTS], "r", self._start, shared=shared)
 
     def _start(self, partitions: Sequence[Partition]) -> dict[Partition, int]:
@@ -79,8 +80,9 @@ class Taken:
     def poll(self, timeout_s: float = 0.2) -> None:
         try:
             chunks = self.reader.poll(1000, timeout_s)
-        except UnavailableError:
+        except UnavailableError as exc:
             self.away += 1
+            self.why_away = str(exc)
             return
         for chunk in chunks:
             self.values.extend(chunk.values)
@@ -250,6 +252,36 @@ def test_a_topic_that_was_made_anew_is_read_from_its_beginning(streams: KafkaStr
         assert taken.lost == 0
         assert max(taken.positions.values()) == 1
     writer.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_topic_that_is_deleted_is_away_until_it_is_made_again_and_is_read_from_its_beginning(
+    streams: KafkaStreams, admin: KafkaAdminClient, options: KafkaOptions, *, shared: bool
+) -> None:
+    topic = f"{options.prefix}.requests"
+    writer = KafkaProducer(bootstrap_servers=options.brokers)
+    for number in range(9):
+        writer.send(topic, b"old", partition=number % 3).get(PATIENCE_S)
+    with Taken(streams, shared=shared) as taken:
+        taken.until(lambda: len(taken.values) == 9)
+        assert taken.reader.partitions() == {Partition(Topic.REQUESTS, number) for number in range(3)}
+        admin.delete_topics([topic])
+        taken.until(lambda: "has no topic" in taken.why_away)
+        taken.reader.lag()
+        assert not taken.reader.partitions()
+        writer.close()
+        # More records than before: where was read up to is in range again, and stands for others.
+        admin.create_topics({topic: {"num_partitions": 1, "replication_factor": 1}})
+        writer = KafkaProducer(bootstrap_servers=options.brokers)
+        for number in range(12):
+            writer.send(topic, b"%d" % number, partition=0).get(PATIENCE_S)
+        taken.until(lambda: len(taken.values) == 21)
+        assert taken.values[9:] == [b"%d" % number for number in range(12)]
+        assert taken.positions[Partition(Topic.REQUESTS, 0)] == 12
+        assert taken.reader.partitions() == {Partition(Topic.REQUESTS, 0)}
+        taken.poll(3.0)
+        assert taken.reader.lag() == {Partition(Topic.REQUESTS, 0): 0}
+        writer.close()
 
 
 def test_a_key_goes_where_other_producers_put_it(streams: KafkaStreams, options: KafkaOptions) -> None:

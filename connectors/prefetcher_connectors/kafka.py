@@ -363,6 +363,8 @@ class KafkaStreams:
         consumer = self._consumer(None, fetch_max_wait_ms=50)
         try:
             return _last_mark(consumer, self.topic_name(topic))
+        except KeyError as exc:  # the client's answer lacks partitions that are not there
+            raise UnavailableError(f"{self._options.brokers} has no {exc.args[0]} any more; start again, which makes it") from exc
         except errors.KafkaError as exc:
             raise self._error(exc, f"looking for the last mark of {self.topic_name(topic)}") from exc
         finally:

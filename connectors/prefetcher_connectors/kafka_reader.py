@@ -6,8 +6,9 @@ Positions that the broker keeps for the group are for lag monitors only: the own
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from uuid import UUID
 
 import kafka.errors as errors
 import structlog
@@ -65,6 +66,9 @@ class KafkaReader:
         #: After what was polled last; a partition that is read from its oldest record is not in it before its first one.
         self._next: dict[TopicPartition, int] = {}
         self._ends: dict[TopicPartition, int] = {}
+        #: Of which topic the records are that were read last: one that is deleted and made again keeps its name, and has another id.
+        self._read_of: dict[TopicPartition, UUID] = {}
+        self._missing: list[str] = []
         self._heard_s = self._looked_s = _clock.steady_s() - _SILENCE_S
         self._closed = False
         if shared:
@@ -81,10 +85,12 @@ class KafkaReader:
         wait_s = timeout_s
         while True:
             try:
-                if not self._shared:
-                    self._look()
+                self._look()
                 if self._new:
                     self._begin()
+                anew = self._made_anew()
+                if anew:
+                    return anew
                 found = self._consumer.poll(timeout_ms=min(wait_s, _SLICE_S) * 1000, max_records=limit)
             except errors.OffsetOutOfRangeError as exc:
                 return [self._out_of_range(at, asked) for at, asked in exc.args[0].items()]
@@ -101,6 +107,11 @@ class KafkaReader:
             if wait_s <= 0.0 and wait_s > -_JOIN_S and self._joins():
                 wait_s = _SLICE_S
             elif wait_s <= 0.0 and not self._new:
+                if self._missing:
+                    raise UnavailableError(
+                        f"{self._brokers} has no topic {', '.join(self._missing)} any more: start any role again, which makes it, "
+                        "or make it by hand; it is read from its beginning then"
+                    )
                 if _clock.steady_s() - self._heard_s > _SILENCE_S:
                     self._ask()
                 return ()
@@ -116,16 +127,53 @@ class KafkaReader:
         return Chunk(self._partition(at), [record.offset for record in records], [record.value or b"" for record in records], after)
 
     def _look(self) -> None:
-        """Takes up partitions that were added."""
+        """Takes up partitions that were added and lets go of those that are gone; in a group, the group does."""
         now_s = _clock.steady_s()
         if now_s - self._looked_s < _LOOK_S:
             return
         self._looked_s = now_s
         there = {TopicPartition(name, number) for name in self._names for number in self._consumer.partitions_for_topic(name)}
+        missing = sorted(self._names.keys() - {at.topic for at in there})
+        if missing and missing != self._missing:
+            self._log.warning("topic_gone", topics=missing, brokers=self._brokers, then="it is read again once it is there")
+        self._missing = missing
+        if self._shared:
+            return
         had = self._consumer.assignment()
-        if there - had:
-            self._consumer.assign(sorted(there | had))
+        if there != had:
+            gone = had - there
+            self._consumer.assign(sorted(there))
+            self._new -= gone
+            for at in gone:
+                self._next.pop(at, None)
+                self._ends.pop(at, None)
+            if gone and not missing:
+                self._log.warning("partitions_gone", partitions=[f"{at.topic}/{at.partition}" for at in sorted(gone)], brokers=self._brokers)
             self._given(there - had)
+
+    def _made_anew(self) -> list[Chunk]:
+        """Partitions of a topic that was deleted and made again: they are read from their beginning, which a chunk says that leads there."""
+        found = []
+        for at in sorted(self._consumer.assignment() - self._new):
+            if self._names[at.topic] in self._paused:
+                continue
+            made = self._consumer._cluster.topic_id(at.topic)
+            if made is None or not made.int:  # of an older broker, or of a topic that is not there just now
+                continue
+            before = self._read_of.setdefault(at, made)
+            if made == before:
+                continue
+            self._read_of[at] = made
+            self._log.warning("stream_made_anew", topic=at.topic, partition=at.partition, asked=self._next.get(at), brokers=self._brokers)
+            self._consumer.seek(at, 0)
+            self._next[at] = 0
+            self._ends.pop(at, None)
+            found.append(Chunk(self._partition(at), (), (), 0))
+        return found
+
+    def partitions(self) -> frozenset[Partition]:
+        with self._asking("partitions"):
+            return frozenset(Partition(topic, n) for name, topic in self._names.items() for n in self._consumer.partitions_for_topic(name))
 
     def _given(self, partitions: Iterable[TopicPartition]) -> None:
         """Holds new partitions until the owner has said where to begin. In a group, the client's own thread is here."""
@@ -143,6 +191,7 @@ class KafkaReader:
             position = positions.get(self._partition(at))
             if position is None:
                 self._next.pop(at, None)
+                self._read_of.pop(at, None)
                 self._consumer.seek_to_beginning(at)
             else:
                 self._next[at] = max(0, position)
@@ -162,11 +211,7 @@ class KafkaReader:
 
     def _out_of_range(self, at: TopicPartition, asked: int) -> Chunk:
         """Goes on with the oldest record kept."""
-        try:
-            oldest = self._consumer.beginning_offsets([at], timeout_ms=_ANSWER_S * 1000)[at]
-            end = self._consumer.end_offsets([at], timeout_ms=_ANSWER_S * 1000)[at]
-        except errors.KafkaError as exc:
-            raise self._error(exc, f"reading {at.topic}/{at.partition} from {asked}") from exc
+        oldest, end = self._oldest(at), self._asked_ends([at])[at]
         facts = {"topic": at.topic, "partition": at.partition, "asked": asked, "oldest": oldest, "end": end, "brokers": self._brokers}
         if asked > end:
             self._log.warning("stream_made_anew", **facts)
@@ -180,7 +225,7 @@ class KafkaReader:
 
     def _truncated(self, at: TopicPartition, kept: OffsetAndMetadata | None) -> Chunk:
         """A new leader has fewer records than were read: goes on where both agree."""
-        go_on = kept.offset if kept is not None else self._consumer.beginning_offsets([at], timeout_ms=_ANSWER_S * 1000)[at]
+        go_on = kept.offset if kept is not None else self._oldest(at)
         self._log.warning("stream_cut", topic=at.topic, partition=at.partition, read=self._next.get(at), kept=go_on, brokers=self._brokers)
         self._consumer.seek(at, go_on)
         self._next[at] = go_on
@@ -189,13 +234,27 @@ class KafkaReader:
     def _ask(self) -> None:
         """Where the partitions end, and with that, whether anybody answers."""
         asked = sorted(self._consumer.assignment()) or [TopicPartition(next(iter(self._names)), 0)]
-        try:
-            self._ends.update(self._consumer.end_offsets(asked, timeout_ms=_ANSWER_S * 1000))
-        except errors.KafkaTimeoutError as exc:
-            raise UnavailableError(f"{self._brokers} does not answer; asked for the ends of {', '.join(self._names)}") from exc
-        except errors.KafkaError as exc:
-            raise self._error(exc, f"reading {', '.join(self._names)}") from exc
+        self._ends.update(self._asked_ends(asked))
         self._heard_s = _clock.steady_s()
+
+    def _oldest(self, at: TopicPartition) -> int:
+        with self._asking(f"the oldest record of {at.topic}/{at.partition}"):
+            return int(self._consumer.beginning_offsets([at], timeout_ms=_ANSWER_S * 1000)[at])
+
+    def _asked_ends(self, asked: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        with self._asking(f"the ends of {', '.join(self._names)}"):
+            return dict(self._consumer.end_offsets(asked, timeout_ms=_ANSWER_S * 1000))
+
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except KeyError as exc:  # the client's answer lacks partitions that are not there
+            raise UnavailableError(f"{self._brokers} has no {exc.args[0]} any more; asked for {what}") from exc
+        except errors.KafkaTimeoutError as exc:
+            raise UnavailableError(f"{self._brokers} does not answer; asked for {what}") from exc
+        except errors.KafkaError as exc:
+            raise self._error(exc, f"asking for {what}") from exc
 
     def pause(self, topics: Sequence[Topic]) -> None:
         self._paused.update(topics)
@@ -222,7 +281,8 @@ class KafkaReader:
         for at in had:
             end, position = self._end(at), self._next.get(at)
             if position is None:
-                position = self._consumer.position(at, timeout_ms=_ANSWER_S * 1000)
+                with contextlib.suppress(errors.KafkaError):  # the next poll says what is wrong
+                    position = self._consumer.position(at, timeout_ms=_ANSWER_S * 1000)
             if end is not None and position is not None:
                 self._next[at] = position
                 behind[self._partition(at)] = max(0, end - position)

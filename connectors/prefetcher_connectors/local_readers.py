@@ -177,6 +177,9 @@ class _LocalReader:
     def lag(self) -> Mapping[Partition, int]:
         return {Partition(topic, 0): max(0, self._readers._logs[topic].end() - at) for topic, at in self._next.items()}
 
+    def partitions(self) -> frozenset[Partition]:
+        return frozenset(Partition(topic, 0) for topic in self._topics)
+
     def close(self) -> None:
         self._next = {}
         with self._readers._appended:
