@@ -134,7 +134,7 @@ class ApiSettings(_Group):
     port: int = Field(default=8371, ge=0, le=65535, description="port to bind; 0 takes a free one")
     body_limit_bytes: Bytes = Field(default=4_000_000, gt=0, description="largest request body")
     keys_file: Path | None = Field(default=None, description="JSON file of keys; without it nobody is asked for one")
-    open: bool = Field(default=False, description="bind to an address that others reach without a file of keys")
+    open: bool = Field(default=False, description="without a file of keys, bind to an address that others reach, and answer to any name")
     session_rate_per_s: float = Field(default=10.0, gt=0, description="hints a second from one session, in the long run")
     session_burst: float = Field(default=60.0, ge=1, description="hints from one session at once")
     hints_in_flight: int = Field(default=256, ge=1, le=10_000, description="posts of hints that may wait for the log; more are refused")

@@ -44,6 +44,15 @@ def test_a_body_that_is_nested_deeply() -> None:
     assert rows_of(setup.streams) == []
 
 
+@pytest.mark.parametrize("name", [b'\\ud800', b'\\udc00 and more', b'\\ud800\\u0041', b'\\\\\\ud800'])
+def test_half_a_character_is_called_so(setup: Setup, name: bytes) -> None:
+    answer = setup.http.post("/v1/requests", content=b'{"model": "' + name + b'"}')
+    assert (answer.status_code, "half a character" in answer.json()["detail"]) == (400, True)
+    for body in (b'{"model": "a', b'{"model": "\\\\ud800", "ts'):
+        assert "truncated" in setup.http.post("/v1/requests", content=body).json()["detail"]
+    assert setup.http.post("/v1/requests", content=b'{"model": "\\ud83d\\ude00"}').status_code == 202
+
+
 @pytest.mark.parametrize("ahead_s", [61.0, 1e9])
 def test_times_in_the_future(setup: Setup, ahead_s: float) -> None:
     assert setup.http.post("/v1/requests", json={"model": "a", "ts": T0 + 59}).status_code == 202

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -172,6 +173,40 @@ def test_without_keys_only_near_pages_may_ask() -> None:
         for host, status in (("10.0.0.7:8371", 202), ("10.0.0.7", 403), ("evil.example:8371", 403)):
             headers = {"Origin": f"http://{host.split(':')[0]}:8371", "Host": host}
             assert setup.http.post("/v1/hints", json={"model": "m0"}, headers=headers).status_code == status, host
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8371", 200),
+        ("[::1]:8371", 200),
+        ("localhost", 200),
+        ("LOCALHOST.:8371", 200),
+        ("10.0.0.7:8371", 200),
+        (socket.gethostname(), 200),
+        ("rebind.evil:8371", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("[::1", 403),
+        ("user@rebind.evil", 403),
+    ],
+)
+def test_without_keys_a_name_that_leads_here_is_no_name_of_ours(host: str, status: int) -> None:
+    clock = VirtualClock(T0)
+    with Setup(clock=clock, access=Access.of(ApiSettings(), clock)) as setup:
+        setup.report()
+        for path in ("/v1/status", "/v1/residency", "/metrics", "/openapi.json"):
+            assert setup.http.get(path, headers={"Host": host}).status_code == status, path
+        refused = setup.http.get("/v1/status", headers={"Host": "rebind.evil"})
+        assert refused.headers["content-type"] == "application/problem+json"
+
+
+def test_an_endpoint_that_is_open_or_has_keys_has_any_name(setup: Setup) -> None:
+    assert setup.http.get("/v1/status", headers=bearer(OPS, Host="prefetch.example")).status_code == 200
+    clock = VirtualClock(T0)
+    with Setup(clock=clock, access=Access.of(ApiSettings(open=True), clock)) as opened:
+        opened.report()
+        assert opened.http.get("/v1/status", headers={"Host": "prefetch.example"}).status_code == 200
 
 
 # --- at the start ---

@@ -5,6 +5,7 @@ Covers no meaning of records beyond their schema.
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +18,8 @@ from prefetcher.api.problems import FieldsRefused
 __all__ = ["field_name", "read_json", "read_list", "read_object"]
 
 _T = TypeVar("_T", bound=BaseModel)
+#: Half of a character beyond 16 bits, which msgspec calls truncated input where the string ends after it: no other string ends so.
+_HALF = re.compile(rb'(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}"')
 
 
 def read_json(raw: bytes) -> Any:
@@ -24,6 +27,8 @@ def read_json(raw: bytes) -> Any:
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeError) as exc:
+        if "surrogate" in str(exc) or _HALF.search(raw):
+            raise HTTPException(400, "the body holds half a character, a \\uD800 to \\uDFFF alone; send both halves") from exc
         raise HTTPException(400, f"the body is not JSON: {exc}") from exc
     except RecursionError as exc:
         raise HTTPException(400, "the body is nested too deeply; a record has no inner records") from exc

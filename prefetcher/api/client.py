@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -11,6 +12,7 @@ from typing import Any
 
 from prefetcher.core.types import NAME_LIMIT_BYTES
 from prefetcher.errors import ModelNotFoundError, PrefetcherError, UnavailableError, UsageError, shortened
+from prefetcher.secrets import problem_of_address, without_secrets
 
 __all__ = ["act", "get", "post"]
 
@@ -27,7 +29,7 @@ def post(url: str, path: str) -> Any:
     """The answer of a POST without a body. `path` is quoted already.
 
     Raises:
-        UsageError: the address is none, or asks for a key.
+        UsageError: the address or the key is none, or the address asks for a key.
         UnavailableError: nobody answers there, or not now.
         ModelNotFoundError: no such model there.
         PrefetcherError: refused, with the reason.
@@ -49,10 +51,9 @@ def act(url: str, act: str, model: str) -> Any:
 
 
 def _ask(url: str, path: str, method: str) -> Any:
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-        raise UsageError(f"{url!r} is no address; write http://host:port")
+    _check_address(url)
     request = urllib.request.Request(url.rstrip("/") + path, method=method)
-    key = os.environ.get(_KEY_VARIABLE)
+    key = _key()
     if key:
         request.add_header("X-Api-Key", key)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -69,9 +70,32 @@ def _ask(url: str, path: str, method: str) -> Any:
         if exc.code == 503:
             raise UnavailableError(detail) from exc
         raise PrefetcherError(detail) from exc
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, http.client.HTTPException) as exc:
         reason = getattr(exc, "reason", exc)
-        raise UnavailableError(f"nobody answers at {url} ({reason}); start `prefetcher up`, or give --url") from exc
+        raise UnavailableError(f"nobody answers at {without_secrets(url)} ({reason}); start `prefetcher up`, or give --url") from exc
+
+
+def _check_address(url: str) -> None:
+    """Raises UsageError, which shows no password of the address."""
+    shown = shortened(repr(without_secrets(url)))
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"{shown} is no address; write http://host:port")
+    problem = problem_of_address(url)
+    if problem:
+        raise UsageError(f"what --url or PREFETCHER_URL gives is no address: {problem}; write http://host:port")
+    parts = urllib.parse.urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise UsageError(f"{shown} has a name or password, which no endpoint takes; write http://host:port, and a key in {_KEY_VARIABLE}")
+    if not parts.hostname or not url.isascii() or not url.isprintable() or " " in url or parts.query or parts.fragment:
+        raise UsageError(f"{shown} is no address; write http://host:port")
+
+
+def _key() -> str:
+    """The key of whoever asks. Raises UsageError, which doesn't show it."""
+    key = os.environ.get(_KEY_VARIABLE, "").strip()
+    if not key.isascii() or not key.isprintable():
+        raise UsageError(f"{_KEY_VARIABLE} holds a line end or another character that no header takes; set it to the key alone")
+    return key
 
 
 def _detail(error: urllib.error.HTTPError) -> str:

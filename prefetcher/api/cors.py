@@ -1,4 +1,4 @@
-"""Cross-origin requests of pages: preflights, and the headers without which a page may not read an answer.
+"""Requests of pages: preflights, the headers without which a page may not read an answer, and names that only seem to be this endpoint's.
 
 A preflight carries no key, so it is answered for every origin that some key names; the request itself is then held against its own key's
 (`keys`). A hint sent as text/plain needs no preflight.
@@ -21,6 +21,10 @@ _HEADERS = "Authorization, Content-Type, Idempotency-Key, If-None-Match, X-Api-K
 _EXPOSED = "ETag, Retry-After"
 #: Keys change with a restart; ten minutes is what the strictest browser keeps.
 _MAX_AGE_S = 600
+_NOT_OURS = (
+    "the Host of this request is no name of this endpoint; ask localhost or its number, or set PREFETCHER_API__KEYS_FILE or "
+    "PREFETCHER_API__OPEN=true where it has other names"
+)
 
 
 class CrossOrigin:
@@ -32,6 +36,9 @@ class CrossOrigin:
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
         headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        if not self._access.is_called(headers.get("host", "")):
+            await problem(403, _NOT_OURS)(scope, receive, send)
+            return
         origin = headers.get("origin")
         if origin is None:
             await self._app(scope, receive, send)

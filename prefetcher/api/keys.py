@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -61,10 +62,14 @@ ANYBODY = Caller("", frozenset({"hint", "operator", "ingest"}))
 
 
 class Access:
-    """All keys. Without any, whoever reaches the address may do everything, but for pages of other machines' origins."""
+    """All keys. Without any, whoever reaches the address may do everything, but for pages of other machines' origins.
 
-    def __init__(self, clock: Clock, callers: Sequence[tuple[bytes, Caller]] = ()) -> None:
+    `names` are what the endpoint may be called without keys, beside loopback names and numbers; None: anything.
+    """
+
+    def __init__(self, clock: Clock, callers: Sequence[tuple[bytes, Caller]] = (), names: Iterable[str] | None = None) -> None:
         self._callers = list(callers)
+        self._names = None if names is None else frozenset(name.lower() for name in names)
         self._buckets = TokenBuckets(clock)
 
     @classmethod
@@ -81,7 +86,7 @@ class Access:
                 f"{settings.host} is an address that others reach, and nobody would be asked for a key; name a file of keys with "
                 "PREFETCHER_API__KEYS_FILE, bind to 127.0.0.1, or set PREFETCHER_API__OPEN=true where only your own machines reach it"
             )
-        return cls(clock)
+        return cls(clock, names=None if settings.open else (settings.host, socket.gethostname()))
 
     @property
     def has_keys(self) -> bool:
@@ -108,6 +113,18 @@ class Access:
         if origin is not None and not found.origins & {origin, "*"}:
             raise HTTPException(403, f"{_cut(origin)} is none of the origins of key {found.name!r}; add it in the file of keys")
         return found
+
+    def is_called(self, host: str) -> bool:
+        """Whether `host`, as in the header, may be meant for this endpoint. A page whose name was made to lead here (DNS rebinding) is of
+        the same origin for its browser, so a question of it has no `Origin`; but it says that name. Numbers can't be made to lead here, and
+        only what is no browser says none."""
+        if self._callers or self._names is None or not host:
+            return True
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        return name in self._names or is_loopback(name) or _is_number(name)
 
     def named(self, headers: Mapping[str, str]) -> bool:
         """Whether who calls is known, rightly or not, before his body is read."""
@@ -223,12 +240,17 @@ def _is_near(origin: str, host: str) -> bool:
     try:
         parts = urlsplit(origin)
         name = parts.hostname or ""
-        if is_loopback(name):
-            return True
+    except ValueError:
+        return False
+    return is_loopback(name) or (_is_number(name) and parts.netloc == host)
+
+
+def _is_number(name: str) -> bool:
+    try:
         ipaddress.ip_address(name)
     except ValueError:
         return False
-    return parts.netloc == host
+    return True
 
 
 def _cut(text: str) -> str:
