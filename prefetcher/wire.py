@@ -173,7 +173,10 @@ def decode_hint(value: bytes) -> HintMessage:
 
 def decode_outcome(value: bytes) -> OutcomeMessage:
     """Raises ValueError as `decode_request`."""
-    return _decode(_outcomes, value)
+    message = _decode(_outcomes, value)
+    if message.v > MOST_VERSION:
+        raise ValueError(f"too_new: version {message.v}, this program reads up to {MOST_VERSION}")
+    return message
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], value: bytes) -> _T:

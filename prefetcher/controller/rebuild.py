@@ -1,7 +1,8 @@
 """The ledgers of all nodes from the outcomes topic alone.
 
 Of the messages about one order, and of a node's totals, the one with the highest number counts; so the topic may hold some of them twice.
-Covers no ledger arithmetic: a node's totals travel as a whole, and the orders are counted again beside them.
+What is no order or no totals is refused whole and counted. Covers no ledger arithmetic: a node's totals travel as a whole, and the orders
+are counted again beside them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
+from prefetcher.controller.records import OrderRecord
 from prefetcher.ports import Streams, Topic
 from prefetcher.wire import OutcomeMessage, decode_outcome
 
@@ -21,34 +25,78 @@ _AT_ONCE = 10_000
 _SILENCE_S = 1.0
 
 
+class _Sums(msgspec.Struct):
+    """The totals that people are shown; the others of a node, of this program or another version, only have to be numbers."""
+
+    rows: float = 0.0
+    cold_starts: float = 0.0
+    cold_seconds: float = 0.0
+    idle_byte_seconds: float = 0.0
+    wasted_byte_seconds: float = 0.0
+
+
 @dataclass(slots=True)
 class NodeLedger:
     """What the topic says about one node: its totals as they were told last, and every order as it was told last, by decision id."""
 
     totals: dict[str, Any] = field(default_factory=dict)
     told_at_s: float = 0.0
-    orders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    orders: dict[str, OrderRecord] = field(default_factory=dict)
     _seq: dict[str, int] = field(default_factory=dict)
 
     def take(self, message: OutcomeMessage) -> None:
-        order = message.order or {}
-        about = str(order.get("decision_id", "")) if message.kind == "order" else ""
-        if message.seq < self._seq.get(about, -1):
+        """Raises ValueError, and takes nothing, where it is no order and no totals."""
+        order = totals = None
+        if message.kind == "order":
+            order = _order_of(message)
+        elif message.kind == "totals":
+            totals = _totals_of(message)
+        else:
+            raise ValueError(f"bad_field: kind is {message.kind[:40]!r}, expected order or totals")
+        about = "" if order is None else order.decision_id
+        if message.seq < self._seq.get(about, message.seq):
             return
         self._seq[about] = message.seq
-        if about:
+        if order is not None:
             self.orders[about] = order
-        elif message.totals is not None:
-            self.totals, self.told_at_s = message.totals, message.ts
+        elif totals is not None:
+            self.totals, self.told_at_s = totals, message.ts
 
     def outcomes(self) -> dict[str, int]:
         """Orders by outcome, counted from the orders; what people loaded by hand is left out, as in the totals."""
-        guessed = [order for order in self.orders.values() if order.get("cause") != "manual"]
-        return dict(sorted(Counter(str(order.get("outcome", "open")) for order in guessed).items()))
+        return dict(sorted(Counter(order.outcome for order in self.orders.values() if order.cause != "manual").items()))
+
+
+def _order_of(message: OutcomeMessage) -> OrderRecord:
+    try:
+        order = msgspec.convert(message.order, OrderRecord)
+    except msgspec.ValidationError as exc:
+        raise ValueError(f"bad_field: order: {exc}") from exc
+    if not order.decision_id:
+        raise ValueError("empty_name: the order has no decision_id")
+    return order
+
+
+def _totals_of(message: OutcomeMessage) -> dict[str, Any]:
+    totals = message.totals
+    try:
+        msgspec.convert(totals, _Sums)
+    except msgspec.ValidationError as exc:
+        raise ValueError(f"bad_field: totals: {exc}") from exc
+    if totals is None or not _are_sums(totals):
+        raise ValueError("bad_field: totals holds what is no number")
+    return totals
+
+
+def _are_sums(value: Any) -> bool:
+    """Whether it is a number, nothing (a share of nothing), or such by name: outcomes, causes."""
+    if isinstance(value, dict):
+        return all(map(_are_sums, value.values()))
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def rebuild_ledgers(streams: Streams, on_read: Callable[[int], None] = lambda count: None) -> tuple[dict[str, NodeLedger], int]:
-    """Reads the topic from its oldest record to its end: ledgers by node, and how many records could not be read.
+    """Reads the topic from its oldest record to its end: ledgers by node, and how many records were refused.
 
     Raises:
         UnavailableError: the streams are away.
@@ -63,10 +111,12 @@ def rebuild_ledgers(streams: Streams, on_read: Callable[[int], None] = lambda co
                 for value in chunk.values:
                     try:
                         message = decode_outcome(value)
-                    except ValueError:
+                        ledger = ledgers.get(message.node) or NodeLedger()
+                        ledger.take(message)
+                    except (ValueError, RecursionError):
                         unread += 1
                         continue
-                    ledgers.setdefault(message.node, NodeLedger()).take(message)
+                    ledgers[message.node] = ledger
                 count += len(chunk.values)
             on_read(count)
             if not chunks and not any(reader.lag().values()):
