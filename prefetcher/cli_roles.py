@@ -110,7 +110,10 @@ def add_commands(app: typer.Typer) -> None:
 
     @config_app.command("check")
     def config_check(config: Config = None) -> None:
-        """Prints the effective settings, passwords hidden, and says what is wrong with them; exit code 1 if anything is."""
+        """Prints the effective settings, passwords hidden, and says what is wrong with them; exit code 1 if anything is.
+
+        Asks the state server and the broker, and makes the topics that are missing there.
+        """
         from prefetcher.config import load_settings
         from prefetcher.config_check import problems_of, table_of
 

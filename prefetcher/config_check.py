@@ -1,13 +1,23 @@
-"""`prefetcher config check`: the settings as they take effect, and what is wrong with them on this machine and network."""
+"""`prefetcher config check`: the settings as they take effect, and what is wrong with them on this machine and network.
+
+Covers no setting that can't be read: `config.load_settings` refuses those, all at once.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
 
 from prefetcher.agent.hostfolder import check_lock
+from prefetcher.api.keys import Access
 from prefetcher.app import kafka_options
+from prefetcher.clock import SystemClock
 from prefetcher.config import Settings, shown
 from prefetcher.errors import PrefetcherError
+from prefetcher.replay.maps import parse_map
+from prefetcher.replay.times import TimeReader
 from prefetcher_connectors.kafka import KafkaStreams
 from prefetcher_connectors.redis import RedisState
 
@@ -24,7 +34,35 @@ def table_of(settings: Settings) -> str:
 
 
 def problems_of(settings: Settings) -> list[str]:
-    """What would keep some role from starting or working with these settings, one line each. Asks the state server and the broker."""
+    """What would keep some role from starting or working with these settings, one line each.
+
+    Asks the state server and the broker, and makes the topics that are missing there, as any role would.
+    """
+    found = [
+        *_of_this_machine(settings),
+        *_of_the_endpoint(settings),
+        _refusal("PREFETCHER_STREAM__MAP: ", lambda: parse_map(settings.stream.map)),
+        _refusal("PREFETCHER_STREAM__TZ: ", lambda: TimeReader(settings.stream.tz)),
+        _refusal("PREFETCHER_KAFKA__MAP: ", lambda: parse_map(settings.kafka.map)),
+    ]
+    if settings.clock.speed != 1.0 and settings.clock.origin_s is None:
+        found.append("PREFETCHER_CLOCK__SPEED needs PREFETCHER_CLOCK__ORIGIN_S")
+    if (settings.state.url is None) != (settings.kafka.brokers is None):
+        found.append("roles that run apart need both PREFETCHER_STATE__URL and PREFETCHER_KAFKA__BROKERS; only one is set")
+    found += [_refusal("", lambda: _ask_state(settings)), _refusal("", lambda: _ask_broker(settings))]
+    return [problem for problem in found if problem]
+
+
+def _refusal(where: str, ask: Callable[[], object]) -> str:
+    """'' or why it is refused."""
+    try:
+        ask()
+    except PrefetcherError as exc:
+        return f"{where}{exc}"
+    return ""
+
+
+def _of_this_machine(settings: Settings) -> list[str]:
     found = []
     folder = settings.node.models_dir.expanduser()
     if not folder.is_dir():
@@ -32,21 +70,36 @@ def problems_of(settings: Settings) -> list[str]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if settings.node.host_bytes > memory:
         found.append(f"PREFETCHER_NODE__HOST_BYTES is {settings.node.host_bytes}, this machine has {memory} bytes of memory")
-    if settings.clock.speed != 1.0 and settings.clock.origin_s is None:
-        found.append("PREFETCHER_CLOCK__SPEED needs PREFETCHER_CLOCK__ORIGIN_S")
     if settings.stream.follow is not None and not settings.stream.follow.exists():
         found.append(f"nothing to follow at {settings.stream.follow} (PREFETCHER_STREAM__FOLLOW)")
-    if (settings.state.url is None) != (settings.kafka.brokers is None):
-        found.append("roles that run apart need both PREFETCHER_STATE__URL and PREFETCHER_KAFKA__BROKERS; only one is set")
+    return [*found, _of_folder(settings.state.dir.expanduser().absolute()), _refusal("", lambda: _lock(settings))]
+
+
+def _of_folder(folder: Path) -> str:
+    """'' or why nothing can be kept there; it is made when a role starts."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        return f"{there} is a file, so {folder} can't be a folder (PREFETCHER_STATE__DIR); name another one"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} can't be written to (PREFETCHER_STATE__DIR is {folder}); name another folder"
+    return ""
+
+
+def _lock(settings: Settings) -> None:
+    check_lock(settings.node.lock, settings.node.host_bytes)
+
+
+def _of_the_endpoint(settings: Settings) -> list[str]:
+    host = settings.api.host
+    found = [_refusal("", lambda: Access.of(settings.api, SystemClock()))]
     try:
-        check_lock(settings.node.lock, settings.node.host_bytes)
-    except PrefetcherError as exc:
-        found.append(str(exc))
-    for ask in (_ask_state, _ask_broker):
-        try:
-            ask(settings)
-        except PrefetcherError as exc:
-            found.append(str(exc))
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+            tried.bind((host, 0))
+    except socket.gaierror as exc:
+        found.append(f"PREFETCHER_API__HOST is {host!r}, which no name server knows ({exc.strerror}); name an address of this machine")
+    except (OSError, UnicodeError) as exc:
+        reason = (exc.strerror if isinstance(exc, OSError) else None) or "it is no name"
+        found.append(f"PREFETCHER_API__HOST is {host!r}, where this machine can't listen ({reason}); name an address of it")
     return found
 
 
@@ -56,7 +109,6 @@ def _ask_state(settings: Settings) -> None:
 
 
 def _ask_broker(settings: Settings) -> None:
-    """Topics that are missing are made, as any role would."""
     if settings.kafka.brokers is not None:
         streams = KafkaStreams(kafka_options(settings))
         try:
