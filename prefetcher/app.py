@@ -173,7 +173,8 @@ class App(Process):
         self._state_url = url
         state = RedisState(url, PATIENT_S, self._why_away)
         self.closes("state", state.close)
-        hurried = RedisState(url, HURRIED_S, self._why_away)
+        # A server that is slow at the start has answered the patient one.
+        hurried = RedisState(url, HURRIED_S, self._why_away, asks=False)
         self.closes("state", hurried.close)
         return state, hurried
 
@@ -330,7 +331,7 @@ class App(Process):
     # --- endpoint ---
 
     def _service(self) -> Service:
-        quick = RedisState(self._state_url, STORE_S, self._why_away)
+        quick = RedisState(self._state_url, STORE_S, self._why_away, asks=False)
         self.closes("quick state", quick.close)
         service = Service(
             None if self._agent is None else self._node,
@@ -351,7 +352,7 @@ class App(Process):
         service.note = lambda: "" if self._follower is None else self._follower.problem
         self.closes("hints", service.close)
         self.run_thread("by hand", service.by_hand.run)
-        self.metrics.prefetching.set(1.0 if service.switched_on() else 0.0)
+        self.metrics.prefetching.set(1.0 if records.strictest([self._state.read(records.SWITCH)]).on else 0.0)
         return service
 
     def _wake_any(self, reason: str) -> None:

@@ -87,13 +87,15 @@ class RedisState:
 
     A call takes at most `timeout_s` when the server hangs, and fails at once when there is none. A connection that the server closed is
     opened anew, once; what was not answered in time is not asked again: whoever calls knows better whether it still matters.
-    `why_away` says, where it knows, why nobody answers.
+    `why_away` says, where it knows, why nobody answers. Without `asks`, nobody is asked yet.
 
     Raises:
         UnavailableError: no server answers there.
     """
 
-    def __init__(self, url: str, timeout_s: float = PATIENT_S, why_away: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, url: str, timeout_s: float = PATIENT_S, why_away: Callable[[], str] | None = None, *, asks: bool = True
+    ) -> None:
         self._shown = without_secrets(url)
         self._why_away = why_away
         problem = problem_of_address(url)
