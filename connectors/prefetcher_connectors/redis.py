@@ -115,6 +115,8 @@ class RedisState:
         self._replaced = self._redis.register_script(_REPLACED)
         self._lease = self._redis.register_script(_LEASE)
         self._drop = self._redis.register_script(_DROP)
+        if not asks:
+            return
         try:
             with self._answering():
                 self._redis.ping()
