@@ -139,7 +139,7 @@ class Follower:
         if self._unsaved is not None:
             self._save(self._unsaved)
             return True
-        if self._file is None and not self._openfirst_value():
+        if self._file is None and not self._open_first():
             return False
         assert self._file is not None
         self._file.seek(self._offset)
@@ -153,7 +153,7 @@ class Follower:
         self._take(chunk[:end])
         return True
 
-    def _openfirst_value(self) -> bool:
+    def _open_first(self) -> bool:
         """Opens the file where reading stopped, wherever it was rotated to, or what came after it; False while there is none."""
         place = Place.from_mark(self._streams.last_mark(Topic.REQUESTS))
         self._was_read = self._was_read or place is not None
