@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import redis
 import structlog
 from safetensors.numpy import save_file
 
@@ -19,8 +22,10 @@ import prefetcher
 from prefetcher.agent import state_link
 from prefetcher.agent.agent import Agent, AgentOptions
 from prefetcher.agent.manifest import write_manifests
+from prefetcher.agent.name_lease import NameLease
 from prefetcher.clock import ScaledClock
 from prefetcher.controller import records
+from prefetcher.controller.remembered import Remembered
 from prefetcher.core.types import (
     Arm,
     Cause,
@@ -35,7 +40,7 @@ from prefetcher.core.types import (
     Tier,
     WeightsKey,
 )
-from prefetcher.errors import UnavailableError
+from prefetcher.errors import UnavailableError, UsageError
 from prefetcher.ports import StateStore
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher_connectors.memory import MemoryState
@@ -265,3 +270,166 @@ def test_a_store_that_answers_and_takes_nothing_is_away_once(folder: Path) -> No
         assert [e["event"] for e in logged if e["event"].startswith("state_")] == ["state_away", "state_back"]
     finally:
         node.agent.close()
+
+
+# --- a store that forgot, or holds nonsense ---
+
+
+def test_what_people_said_is_written_back_to_a_server_that_forgot_it(folder: Path, server: EmbeddedServer) -> None:
+    state = RedisState(server.url)
+    said = {
+        records.SWITCH: records.encode(records.Switch(on=False, by="ops")),
+        records.node_key(NODE, "switch"): records.encode(records.Switch(observe=True, by="ops")),
+        records.PINS: records.encode({"m0": records.Pin("ops", 1.0, 2e12)}),
+    }
+    state.write(said)
+    node = Node(folder, state)
+    client = redis.Redis.from_url(server.url)
+    try:
+        eventually(lambda: (found := node.report()) and not found.prefetching)
+        eventually(lambda: set(said) <= set(node.agent._link._remembered._last))
+        with structlog.testing.capture_logs() as logged:
+            client.flushall()
+            eventually(lambda: state.read_many(list(said)) == list(said.values()))
+        assert {entry["key"] for entry in logged if entry["event"] == "state_forgot"} == set(said)
+        assert "switched" not in [entry["event"] for entry in logged]
+        eventually(lambda: (found := node.report()) and not found.prefetching)
+        state.write({records.SWITCH: records.encode(records.Switch())})
+        eventually(lambda: node.agent.plan_written() or ((found := node.report()) and found.prefetching))
+    finally:
+        client.close()
+        node.agent.close()
+        state.close()
+
+
+def test_what_was_written_meanwhile_is_not_undone(server: EmbeddedServer) -> None:
+    class Between(RedisState):
+        """Somebody writes just before what went missing is written back."""
+
+        def replace(self, key: str, before: bytes | None, after: bytes) -> bool:
+            self.write({key: b"new"})
+            return super().replace(key, before, after)
+
+    state = Between(server.url)
+    remembered = Remembered(state)
+    assert remembered.look(["k"], [b"old"]) == [b"old"]
+    remembered.look(["k"], [None])
+    assert remembered.look(["k"], state.read_many(["k"])) == [b"new"]
+    state.close()
+
+
+@pytest.mark.parametrize("nonsense", [b"", b"5", b'{"on": 3}', b"\xff", b'{"a":' * 50_000])
+def test_a_switch_that_is_none_leaves_the_last_one(folder: Path, nonsense: bytes) -> None:
+    state = MemoryState()
+    state.write({records.SWITCH: records.encode(records.Switch(on=False))})
+    node = Node(folder, state)
+    died: list[BaseException] = []
+    node.agent.on_died = lambda part, error: died.append(error)
+    try:
+        eventually(lambda: node.agent._link._mode == "off")
+        with structlog.testing.capture_logs() as logged:
+            state.write({records.SWITCH: nonsense, records.PINS: nonsense, records.node_key(NODE, "plan"): nonsense})
+            eventually(lambda: node.agent.plan_written() or [e for e in logged if e["event"] == "plan_unreadable"])
+            node.open("m0")
+        assert [e["event"] for e in logged].count("switch_unreadable") == 1
+        assert not node.agent._machine.plans.allows_prefetch or node.agent._machine.plans.switched_off
+        node.agent.close()
+        # A process that starts while it is there goes on with what it kept.
+        node = node.again(state)
+        assert node.agent._machine.plans.switched_off
+        assert not died
+        state.write({records.SWITCH: records.encode(records.Switch())})
+        eventually(lambda: node.agent.plan_written() or not node.agent._machine.plans.switched_off)
+    finally:
+        node.agent.close()
+
+
+def test_a_node_that_remembers_nothing_is_off_while_its_switch_is_none(folder: Path) -> None:
+    state = MemoryState()
+    state.write({records.SWITCH: b"nonsense", records.PINS: b"nonsense"})
+    with structlog.testing.capture_logs() as logged:
+        node = Node(folder, state)
+    assert node.agent._machine.plans.switched_off
+    assert {"switch_unreadable", "pins_unreadable"} <= {e["event"] for e in logged}
+    node.agent.close()
+
+
+# --- one agent a name ---
+
+
+@pytest.fixture
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefetcher.agent.name_lease.LEASE_S", 2.5)
+
+
+def test_a_second_agent_of_a_name_is_refused_and_says_where_the_first_is(folder: Path, tmp_path: Path, short_leases: None) -> None:
+    state = MemoryState()
+    node = Node(folder, state)
+    try:
+        for state_dir in (tmp_path / "elsewhere", folder):
+            second = NameLease(state, NODE, state_dir, node.clock)
+            with (
+                structlog.testing.capture_logs() as logged,
+                pytest.raises(UsageError, match=rf"^a node called node-0 runs already on {os.uname().nodename}; give .* another --name$"),
+            ):
+                second.take()
+            assert [entry["event"] for entry in logged].count("name_taken") == 1
+            second.drop()
+        assert node.report() is not None
+    finally:
+        node.agent.close()
+    second.take()
+    second.drop()
+
+
+def test_a_dead_agents_name_is_waited_for_elsewhere_and_taken_over_at_once_by_itself(tmp_path: Path, server: EmbeddedServer) -> None:
+    state, clock = RedisState(server.url), ScaledClock(1.0, 0.0)
+    code = f"""
+import os
+from pathlib import Path
+from prefetcher.agent.name_lease import NameLease
+from prefetcher.clock import SystemClock
+from prefetcher_connectors.redis import RedisState
+NameLease(RedisState({server.url!r}), {NODE!r}, Path({str(tmp_path / "here")!r}), SystemClock()).take()
+print("has it", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    died = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False)
+    assert died.stdout == b"has it\n"
+    with structlog.testing.capture_logs() as logged:
+        own = NameLease(state, NODE, tmp_path / "here", clock)
+        own.take()
+    assert not logged
+    # It dies again, without a word; a node of that name elsewhere waits for the lease's end.
+    own._unlock()
+    with structlog.testing.capture_logs() as logged:
+        other = NameLease(state, NODE, tmp_path / "there", clock)
+        other.take()
+    assert [entry["event"] for entry in logged] == ["name_taken"]
+    other.drop()
+    state.close()
+
+
+def test_an_agent_whose_name_was_taken_over_keeps_its_weights_and_writes_nothing(folder: Path) -> None:
+    state = Refusing()
+    node = Node(folder, state)
+    key = records.node_key(NODE, "lease")
+    try:
+        eventually(node.report)
+        node.open("m0")
+        with structlog.testing.capture_logs() as logged:
+            state.write({key: b"other/1"})
+            eventually(lambda: [e for e in logged if e["event"] == "name_lost"])
+            state.taken.clear()
+            node.open("m1")
+            node.agent.plan_written()
+            eventually(lambda: len(node.resident()) == 2)
+            node.open("m2")
+        assert node.resident() == {"m0", "m1", "m2"}
+        assert not state.taken
+        state.delete([key])
+        eventually(lambda: {"report"} in state.taken)
+        assert node.agent.check() == ""
+    finally:
+        node.agent.close()
+    assert state.read(key) is None

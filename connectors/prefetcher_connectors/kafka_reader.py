@@ -148,11 +148,12 @@ class KafkaReader:
                 self._next.pop(at, None)
                 self._ends.pop(at, None)
             if gone and not missing:
-                self._log.warning("partitions_gone", partitions=[f"{at.topic}/{at.partition}" for at in sorted(gone)], brokers=self._brokers)
+                named = [f"{at.topic}/{at.partition}" for at in sorted(gone)]
+                self._log.warning("partitions_gone", partitions=named, brokers=self._brokers)
             self._given(there - had)
 
     def _made_anew(self) -> list[Chunk]:
-        """Partitions of a topic that was deleted and made again: they are read from their beginning, which a chunk says that leads there."""
+        """Partitions of a topic that was deleted and made again: read from their beginning, to which a chunk without records leads."""
         found = []
         for at in sorted(self._consumer.assignment() - self._new):
             if self._names[at.topic] in self._paused:

@@ -7,6 +7,7 @@ own: what nobody uses leaves also when controller and store are gone.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import uuid
@@ -25,6 +26,7 @@ from prefetcher.agent.kept import Kept, Snapshot
 from prefetcher.agent.lease_server import Grant, GrantedFile, Holder, LeaseServer
 from prefetcher.agent.manifest import Catalog, ModelSource, scan_models_folder
 from prefetcher.agent.moves import Moves
+from prefetcher.agent.name_lease import NameLease
 from prefetcher.agent.orderbook import OrderBook
 from prefetcher.agent.report import LinkMeter, make_report
 from prefetcher.agent.state_link import StateLink
@@ -158,6 +160,7 @@ class Agent:
             seed=options.seed,
         )
         self._kept = Kept(clock, self._machine, self._book, self._uses, self._meter)
+        self._lease = NameLease(state, options.node, options.state_dir, clock)
         self._link = StateLink(
             state,
             options.node,
@@ -168,6 +171,7 @@ class Agent:
             on_switch=self._switched,
             tell=lambda snapshot, last: self.tell(snapshot, last),
             group=options.group,
+            lease=self._lease,
         )
 
     # --- life ---
@@ -177,10 +181,11 @@ class Agent:
 
         Raises:
             UnavailableError: the state store does not answer.
-            BudgetError, LockLimitError, UsageError: as the host memory says; nothing is left behind.
+            BudgetError, LockLimitError, UsageError: as the host memory says, or another agent of this name runs; nothing is left behind.
             ModelNotFoundError: no folder of models.
         """
         options = self._options
+        self._lease.take()
         self._arena = HostArena(options.host_bytes, folder=options.host_dir, lock=options.lock, name=options.node)
         self._moves = Moves(
             self._arena, self._disk, self._clock, options.threads, self._post, self._by_key.get, options.prefetch_bytes_per_s
@@ -207,9 +212,8 @@ class Agent:
         """Takes over what the last agent of this node wrote, then what is there now: memory, weights, the switch, pins."""
         group, node = records.group_key(self._options.group, "switch"), records.node_key(self._options.node, "switch")
         *switches, pins = self._state.read_many([records.SWITCH, group, node, records.PINS])
-        switch = records.strictest(switches)
-        pinned = {ModelName(model) for model in records.decode_pins(pins)}
         self._kept.restore(self._state)
+        switch = self._last_switch(switches)
         self._machine.links.price_per_byte_s = price_per_byte_s(self._options.price_s_per_gb_h)
         self._machine.plans.switched_off = not switch.on
         self._machine.holdings.observing = self._options.observe or (switch.on and switch.observe)
@@ -218,10 +222,28 @@ class Agent:
         self._take_catalog(catalog, set(adopted))
         self._hear(_switch_event(switch))
         by_hand = {key.model for key, weights in self._machine.holdings.weights.items() if weights.pinned_by_hand}
+        pinned = self._last_pins(pins, by_hand)
         for model in sorted(by_hand - pinned):
             self._hear(ev.Unpinned(model))
         for model in sorted(pinned - by_hand):
             self._hear(ev.Pinned(model))
+
+    def _last_switch(self, raw: Sequence[bytes | None]) -> records.Switch:
+        """What the switches say; where one can't be read, what this node heard last, or off if it remembers nothing."""
+        try:
+            return records.strictest(raw)
+        except ValueError as exc:
+            log().error("switch_unreadable", reason=str(exc), then="the last one stands; set it again with `prefetcher on` or `off`")
+            remembers = bool(self._machine.holdings.weights)
+            return records.Switch(remembers and not self._machine.plans.switched_off, observe=self._machine.holdings.observing)
+
+    def _last_pins(self, raw: bytes | None, by_hand: Iterable[ModelName]) -> set[ModelName]:
+        """The pins; where they can't be read, what was pinned `by_hand` here already."""
+        try:
+            return {ModelName(model) for model in records.decode_pins(raw)}
+        except ValueError as exc:
+            log().error("pins_unreadable", reason=str(exc), then="what is pinned stays so; pin again what else is to stay")
+            return set(by_hand)
 
     def close(self) -> None:
         """Ends leases, loads and the loop, and gives the memory back."""
@@ -232,6 +254,9 @@ class Agent:
             if thread is not None:
                 thread.join()
         last = None if self._loop is None else self._kept.snapshot(self._totals())
+        if self._loop is None:
+            with contextlib.suppress(UnavailableError):
+                self._lease.drop()
         if not self._link.close(last):
             log().error(
                 "ledger_not_saved",
@@ -508,7 +533,7 @@ class Agent:
             if new and row.model not in self._machine.holdings.serving:
                 self._asked_for_unknown(row.model)
             known = index.get(row.model, 0.0)
-            self._hear(ev.Requested(row.model, row.ts, known if known > 0.0 else None, counted=not new))
+            self._hear(ev.Requested(row.model, min(row.ts, self._clock.now_s()), known if known > 0.0 else None, counted=not new))
 
     def _asked_for_unknown(self, model: ModelName) -> None:
         if self._unknown.add(model) and self._unknown_logged < _LOGGED_UNKNOWN:

@@ -70,8 +70,8 @@ _State = TypeVar("_State", LedgerState, MachineState)
 
 def _decode(raw: bytes, kind: type[_State]) -> _State:
     try:
-        return msgspec.json.decode(raw, type=kind)
-    except msgspec.MsgspecError as exc:
+        return records.decode(raw, msgspec.json.Decoder(kind))
+    except ValueError as exc:
         raise InputError(f"not the state of a node: {exc}; remove it to start empty") from exc
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prefetcher.agent.kept import Snapshot
+from prefetcher.agent.name_lease import NameLease
 from prefetcher.clock import Clock
 from prefetcher.controller import records
+from prefetcher.controller.remembered import Remembered
 from prefetcher.core.types import NodeName
 from prefetcher.errors import TemporaryError, UnavailableError
 from prefetcher.ports import StateStore
@@ -57,8 +59,11 @@ class StateLink:
         on_switch: Callable[[records.Switch], None],
         tell: Callable[[Snapshot, bool], None],
         group: str,
+        lease: NameLease,
     ) -> None:
         self._state = state
+        self._lease = lease
+        self._remembered = Remembered(state)
         self._node = node
         self._clock = clock
         self._on_plan = on_plan
@@ -66,9 +71,10 @@ class StateLink:
         self._on_died = on_died
         self._on_switch = on_switch
         self._tell = tell
-        switches = [records.SWITCH, records.group_key(group, "switch"), records.node_key(node, "switch")]
-        self._looked_at = [records.node_key(node, "plan"), *switches]
-        self._seen_at_s = float("-inf")
+        self._by_hand = [records.SWITCH, records.group_key(group, "switch"), records.node_key(node, "switch"), records.PINS]
+        self._looked_at = [records.node_key(node, "plan"), *self._by_hand]
+        self._seen_at_s = self._renewed_s = float("-inf")
+        self._switch_problem = ""
         self._mode: str | None = None
         self._guard = threading.Lock()
         self._wake = threading.Event()
@@ -140,7 +146,9 @@ class StateLink:
             self._clock.wait(never, 0.2 * self._clock.speed)
         # What can't be taken away expires.
         with contextlib.suppress(UnavailableError):
-            self._state.delete([records.node_key(self._node, "report")])
+            if not self._lease.lost:
+                self._state.delete([records.node_key(self._node, "report")])
+            self._lease.drop()
 
     def _real_s(self) -> float:
         return self._clock.steady_s() / self._clock.speed
@@ -162,7 +170,10 @@ class StateLink:
             snapshot, self._snapshot = self._snapshot, None
         written = False
         try:
-            self._look()
+            is_ours = self._renew()
+            self._look(is_ours)
+            if not is_ours:
+                return
             if shown is not None:
                 # Before the snapshot, which brings newer totals.
                 self._state.write(shown.report, expire_s=records.REPORT_EXPIRES_S)
@@ -178,18 +189,38 @@ class StateLink:
             if snapshot is not None:
                 self._on_kept(snapshot, written)
 
-    def _look(self) -> None:
-        raw, *switches = self._state.read_many(self._looked_at)
+    def _renew(self) -> bool:
+        """Whether this node's name is still this process's: plans under it are then for it, and what it writes is read as its own."""
+        if self._real_s() - self._renewed_s >= _LOOK_S or self._lease.lost:
+            self._lease.renew()
+            self._renewed_s = self._real_s()
+        return not self._lease.lost
+
+    def _look(self, is_ours: bool) -> None:
+        raw, *by_hand = self._state.read_many(self._looked_at)
+        *switches, _ = self._remembered.look(self._by_hand, by_hand)
+        self._take_switch(switches)
+        if not is_ours:
+            return
         if raw is not None and raw != self._plan:
             self._plan = raw
             self._on_plan(raw)
-        switch = records.strictest(switches)
-        if switch.mode != self._mode:
-            self._mode = switch.mode
-            self._on_switch(switch)
         if self._real_s() - self._seen_at_s > _SEEN_S:
             self._state.see(records.NODES, self._node, self._clock.now_s())
             self._seen_at_s = self._real_s()
+
+    def _take_switch(self, switches: Sequence[bytes | None]) -> None:
+        try:
+            switch = records.strictest(switches)
+        except ValueError as exc:
+            if str(exc) != self._switch_problem:
+                log().error("switch_unreadable", reason=str(exc), then="the last one stands; set it again with `prefetcher on` or `off`")
+            self._switch_problem = str(exc)
+            return
+        self._switch_problem = ""
+        if switch.mode != self._mode:
+            self._mode = switch.mode
+            self._on_switch(switch)
 
     def _write(self, snapshot: Snapshot, last: bool = False) -> None:
         self._state.write(snapshot.items)
@@ -198,6 +229,6 @@ class StateLink:
         self._state.append(records.node_key(self._node, "orders"), orders, records.ORDERS_KEPT)
 
     def _write_last(self) -> None:
-        if self._last is not None:
+        if self._last is not None and not self._lease.lost:
             self._write(self._last, last=True)
         self._last_written = True

@@ -17,6 +17,7 @@ import msgspec
 from prefetcher.api.fleet import Fleet
 from prefetcher.clock import Clock
 from prefetcher.controller import records
+from prefetcher.controller.remembered import Remembered
 from prefetcher.core.types import NodeName
 from prefetcher.errors import ModelNotFoundError, TemporaryError, UnavailableError, UsageError, shortened
 from prefetcher.ports import Acted, StateStore
@@ -33,6 +34,8 @@ MODES: tuple[Mode, ...] = ("off", "on", "observe")
 _LOOK_S = 1.0
 _PINS_TRIES = 50
 _NODE_SEEN_S = 86_400.0
+
+_acts = msgspec.json.Decoder(records.ByHand)
 
 
 class NodeByHand(Protocol):
@@ -88,6 +91,10 @@ class ByHand:
         self._wake = wake
         #: The pins at the last look: what is gone since is pinned here no more, whoever took it away.
         self._pins_seen: frozenset[str] = frozenset()
+        self._remembered = Remembered(state)
+        #: What the log said of records that can't be read, by key.
+        self._said: dict[str, str] = {}
+        self._last_mode: dict[NodeName | None, Mode] = {}
 
     # --- acts ---
 
@@ -132,7 +139,7 @@ class ByHand:
         """Endpoints of other processes may change them at the same moment."""
         for _ in range(_PINS_TRIES):
             raw = self._state.read(records.PINS)
-            before = records.decode_pins(raw)
+            before = self._read_pins(raw) or {}
             after = dict(sorted(change(before).items()))
             if after == before or self._state.replace(records.PINS, raw, records.encode(after)):
                 return
@@ -147,17 +154,28 @@ class ByHand:
 
     def done(self, count: int) -> list[records.ByHand]:
         """The last acts and switches, newest first."""
-        return [msgspec.json.decode(raw, type=records.ByHand) for raw in reversed(self._state.tail(records.BY_HAND, count))]
+        found = []
+        for raw in reversed(self._state.tail(records.BY_HAND, count)):
+            with contextlib.suppress(ValueError):
+                found.append(records.decode(raw, _acts))
+        return found
 
     # --- the switch ---
 
     def mode(self, node: NodeName | None = None) -> Mode:
-        """What the switches that concern a node say together, this process's own where none is named: the strictest counts."""
-        return self._mode(self._switches_of(node or self._node))
+        """What the switches that concern a node say together, this process's own where none is named: the strictest counts.
 
-    def _mode(self, keys: list[str]) -> Mode:
-        found = records.strictest(self._state.read_many(keys))
-        return "off" if not found.on else "observe" if found.observe else "on"
+        While one of them can't be read: as it was before, as nodes do.
+        """
+        chosen = node or self._node
+        try:
+            found = records.strictest(self._state.read_many(self._switches_of(chosen)))
+        except ValueError as exc:
+            self._say_once("switch", str(exc), "nodes keep their last one; set it again with `prefetcher on` or `prefetcher off`")
+            return self._last_mode.get(chosen, "off")
+        mode: Mode = "off" if not found.on else "observe" if found.observe else "on"
+        self._last_mode[chosen] = mode
+        return mode
 
     def _switches_of(self, node: NodeName | None) -> list[str]:
         keys = [records.SWITCH]
@@ -221,8 +239,20 @@ class ByHand:
         keys = [records.SWITCH, *(records.node_key(node, "switch") for node in self._nodes())]
         if self._group:
             keys.append(records.group_key(self._group, "switch"))
-        raw_pins, *switches = self._state.read_many([records.PINS, *keys])
-        pins = records.decode_pins(raw_pins)
+        looked_at = [records.PINS, *keys]
+        raw_pins, *switches = self._remembered.look(looked_at, self._state.read_many(looked_at))
+        pins = self._read_pins(raw_pins)
+        if pins is not None:
+            self._look_after_pins(pins, now_s)
+        for key, raw in zip(keys, switches, strict=True):
+            said = self._read_switch(key, raw)
+            if said is not None and said.until_s is not None and said.until_s <= now_s:
+                ended = records.Switch(since_s=said.until_s, by=f"{said.by}, at its end")
+                if self._state.replace(key, raw, records.encode(ended)):
+                    log().info("switch_ended", key=key, by=said.by)
+                self._tell(Wish(said.by))
+
+    def _look_after_pins(self, pins: dict[str, records.Pin], now_s: float) -> None:
         over = {name: pin for name, pin in pins.items() if pin.until_s is not None and pin.until_s <= now_s}
         if over:
             self._change_pins(lambda found: {name: pin for name, pin in found.items() if over.get(name) != pin})
@@ -234,13 +264,30 @@ class ByHand:
         if gone:
             self._wake("unpin")
         self._pins_seen = standing
-        for key, raw in zip(keys, switches, strict=True):
-            said = None if raw is None else msgspec.json.decode(raw, type=records.Switch)
-            if said is not None and said.until_s is not None and said.until_s <= now_s:
-                ended = records.Switch(since_s=said.until_s, by=f"{said.by}, at its end")
-                if self._state.replace(key, raw, records.encode(ended)):
-                    log().info("switch_ended", key=key, by=said.by)
-                self._tell(Wish(said.by))
+
+    def _read_pins(self, raw: bytes | None) -> dict[str, records.Pin] | None:
+        """None while they can't be read, which is no reason to unpin what nodes hold."""
+        try:
+            pins = records.decode_pins(raw)
+        except ValueError as exc:
+            self._say_once(records.PINS, str(exc), "nodes keep what they hold; the next pin by hand begins a new list")
+            return None
+        self._said.pop(records.PINS, None)
+        return pins
+
+    def _read_switch(self, key: str, raw: bytes | None) -> records.Switch | None:
+        try:
+            said = None if raw is None else records.decode_switch(raw)
+        except ValueError as exc:
+            self._say_once(key, str(exc), "nodes keep their last one; set it again with `prefetcher on` or `prefetcher off`")
+            return None
+        self._said.pop(key, None)
+        return said
+
+    def _say_once(self, key: str, reason: str, then: str) -> None:
+        if self._said.get(key) != reason:
+            self._said[key] = reason
+            log().error("record_unreadable", key=key, reason=reason, then=then)
 
     def _unpin_everywhere(self, model: str) -> None:
         """Here, and where a node still says that it is pinned: it may have been pinned by hand there, or have started while it was."""

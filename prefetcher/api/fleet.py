@@ -28,6 +28,7 @@ _AWAY_S = 1.0
 _SEEN_S = 3_600.0
 #: What the numbers of `records.Forecasts` are about.
 FORECAST_HORIZONS_S = (120.0, 600.0, 3600.0)
+_forecasts = msgspec.json.Decoder(records.Forecasts)
 _ON_ITS_WAY = ("moving", "pausing", "paused")
 
 
@@ -122,14 +123,13 @@ class Fleet:
         reports = {}
         for name, item in zip(names, raw, strict=True):
             if item is not None:
-                # An agent of another version, whose report this one can't read, is as good as silent.
+                # An agent of another version, whose report this one can't read, is as good as silent; the controller says so in its log.
                 with contextlib.suppress(ValueError):
-                    reports[name] = records.decode_report(item)
-        return View(
-            read_s,
-            reports,
-            None if forecasts is None else msgspec.json.decode(forecasts, type=records.Forecasts),
-        )
+                    reports[name] = records.decode_report(item, name)
+        found = None
+        with contextlib.suppress(ValueError):
+            found = None if forecasts is None else records.decode(forecasts, _forecasts)
+        return View(read_s, reports, found)
 
     def _real_s(self) -> float:
         return self._clock.steady_s() / self._clock.speed

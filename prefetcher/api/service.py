@@ -139,7 +139,10 @@ class Service:
         raw = self._state.read(records.node_key(chosen, "report"))
         if raw is None:
             raise UnavailableError(f"node {chosen} has not reported for {records.REPORT_EXPIRES_S:.0f} s", retry_after_s=1.0)
-        return records.decode_report(raw)
+        try:
+            return records.decode_report(raw, chosen)
+        except ValueError as exc:
+            raise UnavailableError(f"the report of node {chosen} can't be read ({exc}); look after its agent", retry_after_s=1.0) from exc
 
     def _chosen(self, node: str | None) -> NodeName | None:
         if node is None:
@@ -164,17 +167,17 @@ class Service:
             nodes = self._nodes()
             raw = self._state.read_many([records.node_key(name, "totals") for name in nodes])
             written = {name: item for name, item in zip(nodes, raw, strict=True) if item is not None}
-            found = {name: msgspec.json.decode(item, type=dict[str, Any]) for name, item in written.items()}
+            found = {name: _fields(item) for name, item in written.items()}
             return {"nodes": found, "sum": _sum(list(found.values()))}
         chosen = self._chosen(node)
         assert chosen is not None
         one = self._state.read(records.node_key(chosen, "totals"))
-        return {} if one is None else msgspec.json.decode(one, type=dict[str, Any])
+        return {} if one is None else _fields(one)
 
     def decides(self, node: str) -> dict[str, Any]:
         """`records.Decides` of the node: the expert that decides and what each would have cost; empty before the first plan."""
         raw = self._state.read(records.node_key(NodeName(node), "decides"))
-        return {} if raw is None else msgspec.json.decode(raw, type=dict[str, Any])
+        return {} if raw is None else _fields(raw)
 
     def orders(self, count: int, model: str | None = None, node: str | None = None) -> list[records.OrderRecord]:
         """The last `count` orders, newest first; each as it stands. Of `node`, else of this process's own, else (or with `*`) of all.
@@ -196,7 +199,10 @@ class Service:
         raw = self._state.tail(records.node_key(node, "orders"), records.ORDERS_KEPT if model else 4 * count)
         latest: dict[str, records.OrderRecord] = {}
         for item in raw:
-            order = msgspec.json.decode(item, type=records.OrderRecord)
+            try:
+                order = records.decode(item, _orders)
+            except ValueError:
+                continue
             latest.pop(order.decision_id, None)
             latest[order.decision_id] = order
         return [order for order in reversed(latest.values()) if model is None or order.model == model][:count]
@@ -220,6 +226,18 @@ class Service:
     def close(self) -> None:
         """Waits for hints that are being written."""
         self.hints.close()
+
+
+_orders = msgspec.json.Decoder(records.OrderRecord)
+_objects = msgspec.json.Decoder(dict[str, Any])
+
+
+def _fields(raw: bytes) -> dict[str, Any]:
+    """What is written there; nothing where it can't be read: its writer replaces it within seconds."""
+    try:
+        return records.decode(raw, _objects)
+    except ValueError:
+        return {}
 
 
 def _sum(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -157,6 +157,9 @@ class _HeldReader:
     def done(self, positions: Positions) -> None:
         self._reader.done(positions)
 
+    def partitions(self) -> frozenset[Partition]:
+        return self._reader.partitions()
+
     def lag(self) -> Mapping[Partition, int]:
         return self._reader.lag()
 

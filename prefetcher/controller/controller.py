@@ -124,7 +124,7 @@ class Controller:
         """
         self.fence = self._state.next_number(records.EPOCH) if fence is None else fence
         raw, shadows, hints, switch = self._state.read_many([records.LEARNED, records.SHADOWS, records.HINTS, records.SWITCH])
-        self._switched_on = records.strictest([switch]).on
+        self._switched_on = self._nodes.read_switch(switch).on
         if raw is not None:
             try:
                 self._learner.restore(raw)
@@ -432,11 +432,12 @@ class Controller:
         if raw is None:
             self._metrics.skipped.labels(what="plan", reason="node_silent").inc()
             return None
-        report = records.decode_report(raw)
         now_s = self._clock.now_s()
-        self._nodes.take(node, report, now_s)
-        switch = msgspec.json.decode(switch_raw, type=records.Switch) if switch_raw else records.Switch()
-        pins = records.decode_pins(pins_raw)
+        report = self._nodes.take(node, raw, now_s)
+        if report is None:
+            self._metrics.skipped.labels(what="plan", reason="report_unreadable").inc()
+            return None
+        switch, pins = self._nodes.read_switch(switch_raw), self._nodes.read_pins(pins_raw)
         past = self._past.setdefault(node, {})
         self._close_past(past, report, now_s)
         self._revision += 1

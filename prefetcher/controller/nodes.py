@@ -1,4 +1,4 @@
-"""The nodes that a controller plans for: who reports what, and which node a model is at home on.
+"""The nodes that a controller plans for: who reports what, what people switched and pinned, and which node a model is at home on.
 
 Covers neither plans nor shadow caches, nor where copies of one model are worth having on several nodes: a model has one home.
 """
@@ -11,6 +11,7 @@ from prefetcher.controller import records
 from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.ports import StateStore
+from prefetcher.telemetry.logs import log
 
 __all__ = ["Nodes"]
 
@@ -29,6 +30,10 @@ class Nodes:
         self._known: dict[NodeName, frozenset[str]] = {}
         self._held: dict[NodeName, frozenset[str]] = {}
         self._read_s: dict[NodeName, float] = {}
+        #: Nodes of which the log said that their report can't be read.
+        self._unreadable: set[NodeName] = set()
+        self._switch: records.Switch | None = None
+        self._said: dict[str, str] = {}
         #: The node that served each model last.
         self._served: dict[str, NodeName] = {}
 
@@ -44,14 +49,51 @@ class Nodes:
         self.reports.clear()
         for node, report in zip(self.names, raw, strict=True):
             if report is not None:
-                self.take(node, records.decode_report(report), now_s)
+                self.take(node, report, now_s)
 
-    def take(self, node: NodeName, report: records.NodeReport, now_s: float) -> None:
-        """A newer report of `node`, read at `now_s`."""
+    def take(self, node: NodeName, raw: bytes, now_s: float) -> records.NodeReport | None:
+        """The report of `node`, read at `now_s`; None for what is none: such a node is as good as silent."""
+        try:
+            report = records.decode_report(raw, node)
+        except ValueError as exc:
+            if node not in self._unreadable:
+                log().error("report_unreadable", node=node, reason=str(exc), then="nothing is planned for it before its next report")
+            self._unreadable.add(node)
+            self.reports.pop(node, None)
+            return None
+        self._unreadable.discard(node)
         self.reports[node] = report
         self._read_s[node] = now_s
         self._known[node] = frozenset(k.model for k in report.known)
         self._held[node] = frozenset(h.model for h in report.held)
+        return report
+
+    def read_switch(self, raw: bytes | None) -> records.Switch:
+        """The switch of all nodes; while it can't be read, or went missing, the last one stands, and before any was read, off."""
+        if raw is not None:
+            try:
+                self._switch = records.decode_switch(raw)
+                self._say_once("switch_unreadable", "")
+            except ValueError as exc:
+                self._say_once("switch_unreadable", str(exc), "the last one stands; set it again with `prefetcher on` or `prefetcher off`")
+                return self._switch or records.Switch(on=False)
+        return self._switch or records.Switch()
+
+    def read_pins(self, raw: bytes | None) -> dict[str, records.Pin]:
+        """Pins of all nodes; none while they can't be read."""
+        try:
+            found = records.decode_pins(raw)
+        except ValueError as exc:
+            self._say_once("pins_unreadable", str(exc), "planning as if nothing was pinned; pin again what is to stay")
+            return {}
+        self._say_once("pins_unreadable", "")
+        return found
+
+    def _say_once(self, event: str, reason: str, then: str = "") -> None:
+        """Says what is wrong in the log once, as long as it stays so; '' for what is well."""
+        if reason and reason != self._said.get(event):
+            log().error(event, reason=reason, then=then)
+        self._said[event] = reason
 
     def may_bring(self, node: NodeName, model: str, since_s: float) -> bool:
         """Whether an order for `model` could bring it to `node`: known there and not in memory, or not told since `since_s`."""

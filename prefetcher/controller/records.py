@@ -19,6 +19,7 @@
 | `prefetcher:{node/N}:fence` | fence of the plan below | controller | never |
 | `prefetcher:{node/N}:plan` | `core.types.Plan` of node N | controller | never |
 | `prefetcher:{node/N}:decides` | `Decides`: the expert that decides on node N, and what each would have cost | controller | never |
+| `prefetcher:{node/N}:lease` | host and id of the agent that is node N (`agent.name_lease`) | agent | `REPORT_EXPIRES_S` after a renewal |
 | `prefetcher:{node/N}:report` | `NodeReport` of node N | agent | after `REPORT_EXPIRES_S` |
 | `prefetcher:{node/N}:totals` | what node N's ledger adds up to, with memory that is still held (`agent.orderbook`) | agent | never |
 | `prefetcher:{node/N}:orders` | list of `OrderRecord`, one for each change; the last `ORDERS_KEPT` | agent | by count |
@@ -38,7 +39,7 @@ The braces are hash tags: keys that are written together lie in one slot of a cl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -60,9 +61,11 @@ __all__ = [
     "OrderRecord",
     "Pin",
     "Switch",
+    "decode",
     "decode_pins",
     "decode_plan",
     "decode_report",
+    "decode_switch",
     "encode",
     "group_key",
     "pack_arrays",
@@ -100,6 +103,17 @@ def node_key(node: NodeName, what: str) -> str:
     return f"prefetcher:{{node/{node}}}:{what}"
 
 
+_T = TypeVar("_T")
+
+
+def decode(raw: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
+    """What `raw` holds. Raises ValueError, and nothing else, where that is not what `decoder` reads: anybody may write to the store."""
+    try:
+        return decoder.decode(raw)
+    except RecursionError as exc:
+        raise ValueError("nested too deep") from exc
+
+
 class Switch(msgspec.Struct, frozen=True):
     """Whether prefetching is on, since when, and by whom. `observe`: it is decided and recorded, and nothing is loaded. At `until_s` an
     endpoint puts it back to on."""
@@ -115,9 +129,20 @@ class Switch(msgspec.Struct, frozen=True):
         return "off" if not self.on else "observe" if self.observe else "on"
 
 
+_switches = msgspec.json.Decoder(Switch)
+
+
+def decode_switch(raw: bytes) -> Switch:
+    """A switch as `encode` wrote it. Raises ValueError where it is none."""
+    return decode(raw, _switches)
+
+
 def strictest(raw: Iterable[bytes | None]) -> Switch:
-    """What several switches (of all nodes, of a group, of one node; None where nobody touched it) say together."""
-    found = [msgspec.json.decode(item, type=Switch) for item in raw if item is not None]
+    """What several switches (of all nodes, of a group, of one node; None where nobody touched it) say together.
+
+    Raises ValueError where one of them is none: what it would say is not known.
+    """
+    found = [decode_switch(item) for item in raw if item is not None]
     return max(found, key=lambda switch: ("on", "observe", "off").index(switch.mode), default=Switch())
 
 
@@ -134,7 +159,7 @@ _pins = msgspec.json.Decoder(dict[str, Pin] | list[str])
 
 def decode_pins(raw: bytes | None) -> dict[str, Pin]:
     """Pins by model name; those of older versions have no end. Raises ValueError for something else."""
-    found = {} if raw is None else _pins.decode(raw)
+    found = {} if raw is None else decode(raw, _pins)
     return found if isinstance(found, dict) else {name: Pin() for name in found}
 
 
@@ -295,12 +320,15 @@ _reports = msgspec.json.Decoder(NodeReport)
 
 def decode_plan(raw: bytes) -> Plan:
     """A plan as `encode` wrote it. Raises ValueError where it is none."""
-    return _plans.decode(raw)
+    return decode(raw, _plans)
 
 
-def decode_report(raw: bytes) -> NodeReport:
-    """A report as `encode` wrote it. Raises ValueError where it is none."""
-    return _reports.decode(raw)
+def decode_report(raw: bytes, node: str | None = None) -> NodeReport:
+    """A report as `encode` wrote it, of `node` where that is given. Raises ValueError where it is none."""
+    report = decode(raw, _reports)
+    if node is not None and report.node != node:
+        raise ValueError(f"it is of node {report.node[:80]!r}, and lies where that of {node!r} belongs")
+    return report
 
 
 def pack_arrays(arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> bytes:

@@ -1,0 +1,40 @@
+"""What people said by hand survives a state server that forgot everything: whoever read it last writes it back.
+
+Nothing deletes switches and pins (an empty list of pins is written as one), so that a key that was there and is not any more went with the
+server's memory. A key that somebody wrote meanwhile is left as it is. Covers neither what the records say nor plans and reports, which are
+written again by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefetcher.ports import StateStore
+from prefetcher.telemetry.logs import log
+
+__all__ = ["Remembered"]
+
+
+class Remembered:
+    """Keeps the last value of every key that is looked at. For one thread."""
+
+    def __init__(self, state: StateStore) -> None:
+        self._state = state
+        self._last: dict[str, bytes] = {}
+
+    def look(self, keys: Sequence[str], found: Sequence[bytes | None]) -> list[bytes | None]:
+        """`found` is what was read under `keys` just now; returned with what went missing, after that was written back.
+
+        Raises:
+            UnavailableError: the state store does not answer.
+        """
+        return [self._last_of(key, raw) for key, raw in zip(keys, found, strict=True)]
+
+    def _last_of(self, key: str, raw: bytes | None) -> bytes | None:
+        if raw is not None:
+            self._last[key] = raw
+            return raw
+        last = self._last.get(key)
+        if last is not None and self._state.replace(key, None, last):
+            log().error("state_forgot", key=key, then="written back as it was; look after the state server's persistence")
+        return last
