@@ -122,7 +122,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
         listener.close()
-        raise UnavailableError(f"can't listen on {host} port {port}: {exc.strerror}; give another one with --port") from exc
+        reason = exc.strerror if isinstance(exc, OSError) else "it is no name"
+        raise UnavailableError(f"can't listen on {host} port {port}: {reason}; give another one with --port") from exc
     return listener

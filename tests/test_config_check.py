@@ -46,6 +46,7 @@ def test_nothing_is_wrong(fine: dict[str, dict[str, Any]], tmp_path: Path) -> No
         ("api", "host", "no-such-host.invalid", "PREFETCHER_API__HOST is 'no-such-host.invalid'"),
         ("api", "host", "192.0.2.1", "where this machine can't listen"),
         ("api", "host", f"{'a' * 64}.localhost", "PREFETCHER_API__HOST"),
+        ("api", "host", "é" * 70, "it is no name"),
         ("kafka", "map", "nonsense", "PREFETCHER_KAFKA__MAP: no shipped field map"),
         ("stream", "map", "ts=", "PREFETCHER_STREAM__MAP: the field map names no field"),
         ("stream", "tz", "Mars/Base", "PREFETCHER_STREAM__TZ: no time zone is called 'Mars/Base'"),
