@@ -76,7 +76,7 @@ class Reader:
     def poll(self, limit: int, timeout_s: float) -> Sequence[Chunk]:
         if self._broker.away:
             raise UnavailableError("the broker is away")
-        taken = [n for n in self.at if n in self.others]
+        taken = [n for n in self.at if n in self.others or n not in self._broker.records]
         for number in taken:
             del self.at[number]
         if taken:
@@ -112,6 +112,9 @@ class Reader:
     def lag(self) -> Mapping[Partition, int]:
         broker = self._broker
         return {Partition(Topic.REQUESTS, n): broker.first[n] + len(broker.records[n]) - at for n, at in self.at.items()}
+
+    def partitions(self) -> frozenset[Partition]:
+        return frozenset(Partition(Topic.REQUESTS, number) for number in self._broker.records)
 
     def close(self) -> None:
         self.closed = True

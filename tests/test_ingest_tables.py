@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+import structlog
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ingest_kit import START_S, Broker, assert_exact
@@ -178,6 +179,56 @@ def test_a_server_that_lost_everything_is_counted_anew(client: redis.Redis) -> N
     assert node.told("ingest_reloads_total", reason="state_lost") == 1
     assert_exact(TablesReader(client), broker)
     assert TablesReader(client).recent("u3") == recent
+
+
+def test_what_a_server_forgot_is_counted_again_though_no_record_comes(client: redis.Redis) -> None:
+    broker = Broker(3)
+    for i, row in enumerate(random_rows(5, 300)):
+        broker.add(row, to=i % 2)
+    node = Node(broker, client)
+    node.run()
+    before = {name for name in client.scan_iter() if b"/2}" not in name}
+    recent = TablesReader(client).recent("u3")
+    client.flushall()
+    node.clock.advance(3.0)
+    node.run()
+    assert node.told("ingest_reloads_total", reason="state_lost") == 2
+    assert_exact(TablesReader(client), broker)
+    assert {name for name in client.scan_iter() if b"/2}" not in name} == before
+    assert TablesReader(client).recent("u3") == recent
+    assert TablesReader(client).partitions() == [0, 1, 2]
+    # Also where the first commit is what finds it out.
+    client.flushall()
+    broker.add(RequestMessage(START_S + 7300.0, "late-comer"), to=2)
+    node.ingest.step()
+    node.ingest.step()
+    assert TablesReader(client).partitions()
+    node.clock.advance(3.0)
+    node.run()
+    assert_exact(TablesReader(client), broker)
+    assert TablesReader(client).recent("u3") == recent
+
+
+def test_tables_of_partitions_that_the_topic_has_no_more_go(client: redis.Redis) -> None:
+    broker = Broker(3)
+    for i, row in enumerate(random_rows(5, 300)):
+        broker.add(row, to=i % 3)
+    node = Node(broker, client)
+    node.run()
+    broker.records = {0: []}
+    broker.add(*random_rows(6, 20))
+    node.run()
+    for _ in range(15):
+        assert TablesReader(client).partitions() == [0, 1, 2], "other members may know of partitions that this one has not heard of"
+        node.clock.advance(1.0)
+        node.run()
+    with structlog.testing.capture_logs() as logged:
+        node.clock.advance(10.0)
+        node.run()
+    assert [entry["partition"] for entry in logged if entry["event"] == "partition_gone"] == [1, 2]
+    assert TablesReader(client).partitions() == [0]
+    assert not [name for name in client.scan_iter() if b"requests/0}" not in name and b"installation" not in name]
+    assert_exact(TablesReader(client), broker)
 
 
 @pytest.mark.parametrize("what", ["position", "models"])

@@ -47,6 +47,10 @@ _LETTER_TIMEOUT_S = 10.0
 _HISTORY_RETRY_S = 60.0
 _SAY_AGAIN_S = 60.0
 _LAG_S = 5.0
+#: Between looks whether the tables are still there: what a server forgot is counted again by itself.
+_LOOK_S = 2.0
+#: A partition that the topic has not had for so long is gone: other members hear of one that was added within a few seconds.
+_GONE_S = 20.0
 #: Between times that freed memory is given back, a millisecond each.
 _TRIM_S = 5.0
 #: None with another C library than glibc.
@@ -121,7 +125,9 @@ class Ingest:
         self._again = False
         self._stop = threading.Event()
         self._trouble = ""
-        self._history_again_s = self._lag_again_s = self._trim_again_s = 0.0
+        self._history_again_s = self._lag_again_s = self._trim_again_s = self._look_again_s = 0.0
+        #: Since when tables are there of a partition that the topic does not have.
+        self._gone_since: dict[int, float] = {}
         self._said: dict[str, float] = {}
 
     def run(self, stop: threading.Event) -> None:
@@ -159,6 +165,7 @@ class Ingest:
         self._give_memory_back()
         self._tell_lag()
         self._compact()
+        self._look_after_tables()
         again = self._again
         if again:
             self._leave()
@@ -177,6 +184,43 @@ class Ingest:
             self._lag_again_s = self._clock.steady_s() + _LAG_S
             with contextlib.suppress(UnavailableError):  # the next poll says so
                 self._metrics.ingest_lag.set(sum(self._reader.lag().values()))
+
+    def _look_after_tables(self) -> None:
+        """What the server forgot is counted again though no record comes, and tables of partitions that the topic has no more go."""
+        now_s = self._clock.steady_s()
+        if now_s < self._look_again_s:
+            return
+        self._look_again_s = now_s + _LOOK_S
+        try:
+            self._look_for_lost()
+            self._remove_gone(now_s)
+        except redis.RedisError as exc:
+            log().debug("tables_not_looked_at", reason=why(exc))  # the next question waits for it
+        except UnavailableError as exc:
+            log().debug("partitions_not_known", reason=str(exc))  # the next poll says so
+
+    def _look_for_lost(self) -> None:
+        # What is being stored finds out by itself.
+        storing = None if self._in_hand is None else self._in_hand.chunk.partition
+        counted = {p.number: counts for p, counts in self._counts.items() if p != storing and counts.offset is not None}
+        stored = self._tables.stored(list(counted))
+        lost = sorted(number for number, held in stored.items() if held == "/")
+        if lost:
+            log().warning("tables_lost", partitions=lost, then="counting the topic again from its oldest record")
+            self._metrics.ingest_reloads.labels(reason="state_lost").inc(len(lost))
+            self._read_again()
+
+    def _remove_gone(self, now_s: float) -> None:
+        assert self._reader is not None
+        there = {partition.number for partition in self._reader.partitions()}
+        if not there:  # the whole topic is gone, and may come back as it was
+            return
+        gone = self._tables.counted() - there
+        self._gone_since = {number: self._gone_since.get(number, now_s) for number in gone}
+        for number, since_s in sorted(self._gone_since.items()):
+            if now_s - since_s >= _GONE_S and self._tables.remove(number):
+                log().warning("partition_gone", partition=number, then="its tables are deleted: the topic has fewer partitions now")
+                self._metrics.ingest_reloads.labels(reason="partition_gone").inc()
 
     def _poll(self, limit: int, timeout_s: float) -> Sequence[Chunk]:
         assert self._reader is not None
@@ -278,6 +322,7 @@ class Ingest:
             return None
         if chunk.next_offset <= begin:
             if self._began_anew(chunk, begin):
+                self._await_stores()
                 self._wipe(chunk.partition, counts, "stream_anew")
                 self._read_again()
             else:

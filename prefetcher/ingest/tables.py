@@ -159,6 +159,31 @@ class Tables:
         counts.hours = {int(minute) // 60 for minute in minutes}
         return counts, "" if whole else "damaged"
 
+    def stored(self, partitions: Sequence[int]) -> dict[int, str]:
+        """What is stored of each of `partitions`, as `held` says it. That they are counted, and the users' key, is written again where it
+        went missing."""
+        pipe = self._redis.pipeline(transaction=False)
+        for partition in partitions:
+            pipe.hmget(key(partition, "position"), "offset", "generation")
+        if partitions:
+            pipe.sadd(PARTITIONS, *partitions)
+        found = pipe.execute()
+        self.hasher()
+        words = [[(part or b"").decode() for part in parts] for parts in found[: len(partitions)]]
+        return {partition: "/".join(parts) for partition, parts in zip(partitions, words, strict=True)}
+
+    def counted(self) -> set[int]:
+        """The partitions that were ever counted."""
+        return {int(member) for member in cast("Iterable[bytes]", self._redis.smembers(PARTITIONS))}
+
+    def remove(self, partition: int) -> bool:
+        """Deletes everything of a partition that nobody counts; whether there was anything, and nobody stored more meanwhile."""
+        held = self.stored([partition])[partition]
+        done = self.wipe(partition, held) == "ok"
+        if done:
+            self._redis.srem(PARTITIONS, partition)
+        return done and held != "/"
+
     def held(self, counts: PartitionCounts) -> str:
         """What is stored while nobody else changes it."""
         return "/" if counts.offset is None else f"{counts.offset}/{counts.generation}"
@@ -173,7 +198,11 @@ class Tables:
         """'ok', or what is stored instead of what the commit expects (`offset/generation`, '/' when nothing is), or 'damaged'."""
         keys = [key(commit.partition, what) for what in ("position", "models", "users", "minutes")]
         keys += [key(commit.partition, f"minute/{minute}") for minute in commit.minutes]
-        return bytes(self._commit(keys=keys, args=[commit.expected, commit.changes])).decode()
+        answer = bytes(self._commit(keys=keys, args=[commit.expected, commit.changes])).decode()
+        if commit.expected == "/":
+            # What is counted for the first time may be so because a server lost its memory since the partition was loaded.
+            self.stored([commit.partition])
+        return answer
 
     def wipe(self, partition: int, expected: str) -> str:
         """Deletes everything of a partition if `expected` is stored; answers as `store`."""
