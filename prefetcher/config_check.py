@@ -97,7 +97,7 @@ def _of_the_endpoint(settings: Settings) -> list[str]:
             tried.bind((host, 0))
     except socket.gaierror as exc:
         found.append(f"PREFETCHER_API__HOST is {host!r}, which no name server knows ({exc.strerror}); name an address of this machine")
-    except (OSError, UnicodeError) as exc:
+    except (OSError, TypeError) as exc:  # TypeError: no name can be encoded so
         reason = (exc.strerror if isinstance(exc, OSError) else None) or "it is no name"
         found.append(f"PREFETCHER_API__HOST is {host!r}, where this machine can't listen ({reason}); name an address of it")
     return found

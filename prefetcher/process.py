@@ -122,7 +122,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
-    except (OSError, UnicodeError) as exc:
+    except (OSError, TypeError) as exc:  # TypeError: no name can be encoded so
         listener.close()
         reason = exc.strerror if isinstance(exc, OSError) else "it is no name"
         raise UnavailableError(f"can't listen on {host} port {port}: {reason}; give another one with --port") from exc
