@@ -288,11 +288,14 @@ def test_what_people_said_is_written_back_to_a_server_that_forgot_it(folder: Pat
     try:
         eventually(lambda: (found := node.report()) and not found.prefetching)
         eventually(lambda: set(said) <= set(node.agent._link._remembered._last))
+        node.plan("m0")
+        eventually(lambda: node.agent._link._plan is not None)
         with structlog.testing.capture_logs() as logged:
             client.flushall()
             eventually(lambda: state.read_many(list(said)) == list(said.values()))
         assert {entry["key"] for entry in logged if entry["event"] == "state_forgot"} == set(said)
         assert "switched" not in [entry["event"] for entry in logged]
+        eventually(lambda: state.members(records.NODES, 0.0) == [NODE])
         eventually(lambda: (found := node.report()) and not found.prefetching)
         state.write({records.SWITCH: records.encode(records.Switch())})
         eventually(lambda: node.agent.plan_written() or ((found := node.report()) and found.prefetching))

@@ -202,6 +202,9 @@ class StateLink:
         self._take_switch(switches)
         if not is_ours:
             return
+        if raw is None and self._plan is not None:
+            # A store that forgot the plan forgot also that there is such a node.
+            self._plan, self._seen_at_s = None, float("-inf")
         if raw is not None and raw != self._plan:
             self._plan = raw
             self._on_plan(raw)
