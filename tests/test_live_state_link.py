@@ -329,7 +329,9 @@ def test_a_switch_that_is_none_leaves_the_last_one(folder: Path, nonsense: bytes
     died: list[BaseException] = []
     node.agent.on_died = lambda part, error: died.append(error)
     try:
-        eventually(lambda: node.agent._link._mode == "off")
+        # A report is written after the switch was taken: nothing else is logged from there on.
+        eventually(node.report)
+        assert node.agent._link._mode == "off"
         with structlog.testing.capture_logs() as logged:
             state.write({records.SWITCH: nonsense, records.PINS: nonsense, records.node_key(NODE, "plan"): nonsense})
             eventually(lambda: node.agent.plan_written() or [e for e in logged if e["event"] == "plan_unreadable"])
@@ -369,6 +371,7 @@ def test_a_second_agent_of_a_name_is_refused_and_says_where_the_first_is(folder:
     state = MemoryState()
     node = Node(folder, state)
     try:
+        eventually(node.report)
         for state_dir in (tmp_path / "elsewhere", folder):
             second = NameLease(state, NODE, state_dir, node.clock)
             with (
