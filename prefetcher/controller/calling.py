@@ -66,7 +66,10 @@ class RemoteNode:
         while left > 0:
             raw = self._state.read(key)
             if raw is not None:
-                return msgspec.json.decode(raw, type=Acted)
+                try:
+                    return msgspec.json.decode(raw, type=Acted)
+                except msgspec.MsgspecError as exc:
+                    raise UnavailableError(f"node {self._node} answered what can't be read: {exc}") from exc
             left -= 1
             self._clock.wait(never, _LOOK_S * self._clock.speed)
         raise UnavailableError(f"node {self._node} did not answer within {_ANSWER_S:.0f} s", retry_after_s=5.0)
