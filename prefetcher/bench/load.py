@@ -117,6 +117,8 @@ class _Node:
             raise UnavailableError(f"`prefetcher up` did not start: {last}")
         self.url = line.split()[-1]
         self._until(lambda: any(k["model"] == _MODEL for k in self.status()["known"]), "knows the model")
+        # What is opened again and again would be forecast, and be there before it is ordered.
+        post(self.url, "/v1/off")
 
     def status(self) -> dict[str, Any]:
         with contextlib.suppress(UnavailableError):  # before its first report
@@ -252,6 +254,8 @@ def run(
             if source != "host" or found == "absent":
                 raise UnavailableError(f"the model came from {source} and was {found}: the order did not bring it")
             started_s, ready_s = node.last("load_started"), node.last("load_ready")
+            if started_s < ordered_s:
+                raise UnavailableError("the model was loaded before it was ordered: nothing was measured")
             for name, seconds in zip(phases, (started_s - ordered_s, ready_s - started_s, ended_s - ready_s), strict=True):
                 phases[name].append(seconds)
 
