@@ -85,7 +85,7 @@ class Poster:
     async def post(self, path: str, body: bytes, on_sent: Callable[[], None] = lambda: None) -> int:
         """The answer's status; 0 where the connection broke. One that the server closed while it was idle is opened anew. `on_sent` is
         called when a connection is free for it."""
-        head = b"POST %b HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body))
+        head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body))
         async with self._free:
             on_sent()
             while True:
@@ -264,7 +264,9 @@ def _load_residents(api: RoleProcess, tell: Callable[[str], None]) -> None:
     async def load() -> None:
         poster = Poster(api.url)
         for number in range(_RESIDENT):
-            await poster.post(f"/v1/models/resident-{number}:load?node={_NODE}", b"")
+            status = await poster.post(f"/v1/models/resident-{number}:load?node={_NODE}", b"")
+            if status != 200:
+                raise UnavailableError(f"the endpoint answered {status} to a load by hand; its log has more")
         poster.close()
 
     asyncio.run(load())
