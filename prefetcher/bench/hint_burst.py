@@ -54,7 +54,7 @@ def run(json: Path) -> None:
         _make_model(Path(folder) / "models")
         with _node(Path(folder)) as url:
             figures = _measure(url)
-    _write(json, figures | {"machine": describe_machine()})
+    _write(json, {"figures": figures, "peers": {}, "machine": describe_machine()})
 
 
 def _measure(url: str) -> dict[str, Any]:
