@@ -18,6 +18,8 @@ from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, Nod
 
 __all__ = [
     "AHEAD_S",
+    "EARLIEST_S",
+    "MOST_COUNT",
     "MOST_VERSION",
     "VERSION",
     "DeadLetter",
@@ -38,6 +40,8 @@ VERSION = 1
 MOST_VERSION = 1
 #: 2000-01-01: an earlier time is a unit that was mistaken.
 EARLIEST_S = 946_684_800.0
+#: Arrivals that one row stands for.
+MOST_COUNT = 1_000_000_000
 #: Clocks of those who write may be this far ahead of a reader's; what is dated later is refused.
 AHEAD_S = 60.0
 
@@ -145,7 +149,7 @@ def problem_of_request(message: RequestMessage) -> str:
         return "empty_name: model is empty"
     if not message.ts >= EARLIEST_S or math.isinf(message.ts):
         return f"bad_time: ts is {message.ts}, expected seconds since 1970"
-    if not 1 <= message.count <= 1_000_000_000:
+    if not 1 <= message.count <= MOST_COUNT:
         return f"bad_count: count is {message.count}"
     for name in (message.model, message.user, message.node, message.version, message.request_id):
         # A character has at most four bytes.

@@ -12,7 +12,8 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from prefetcher.agent.orderbook import OrderBook
 from prefetcher.agent.report import LinkMeter, make_report
 from prefetcher.agent.state_link import StateLink
 from prefetcher.agent.uses import Unknown, Uses
+from prefetcher.agent.waits import Waits
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.core import events as ev
@@ -95,17 +97,6 @@ class AgentOptions:
     group: str = ""
 
 
-@dataclass(slots=True)
-class _Wait:
-    """Somebody in another thread waits for an answer of the loop."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-    grant: ev.GrantLease | None = None
-    refusal: ev.RefuseLease | None = None
-    answer: ev.Answer | None = None
-    found: str = ""
-
-
 class Agent:
     """One node. `start` brings it up or raises; `close` ends it and gives all memory back. Other methods are safe for threads.
 
@@ -122,9 +113,8 @@ class Agent:
         self._clock = clock
         self._metrics = metrics
         self._inbox: queue.SimpleQueue[ev.Event | Callable[[], None]] = queue.SimpleQueue()
-        self._waits: dict[str, _Wait] = {}
-        self._guard = threading.Lock()
         self._stop = threading.Event()
+        self._waits = Waits(self._stop)
         self._loop: threading.Thread | None = None
         self._scanner: threading.Thread | None = None
         self._server: LeaseServer | None = None
@@ -296,8 +286,7 @@ class Agent:
                 self._hear(ev.Ticked())
                 self._announce()
             self._tell_state()
-        for wait in list(self._waits.values()):
-            wait.done.set()
+        self._waits.end()
 
     def _clock_real(self) -> float:
         """Real seconds, also where the clock runs faster."""
@@ -349,12 +338,10 @@ class Agent:
                 log().info("evicting", model=told.key.model, tier=told.tier.name.lower(), reason=told.reason.value)
                 self._left[told.key.model] = told.reason.value
                 self._moves.evict(told.key, told.tier)
-            case ev.GrantLease():
-                self._resolve(told.token, grant=told)
-            case ev.RefuseLease():
-                self._resolve(told.token, refusal=told)
+            case ev.GrantLease() | ev.RefuseLease():
+                self._waits.answer(told.token, told)
             case ev.Answer():
-                self._resolve(told.ask_id, answer=told)
+                self._waits.answer(told.ask_id, told)
             case ev.Record():
                 self._record(told, event)
             case ev.NoteSkipped():
@@ -389,8 +376,7 @@ class Agent:
                 self._metrics.outcomes.labels(outcome=settled.outcome.value).inc()
         if isinstance(fact, RowSeen) and isinstance(event, ev.LeaseRequested):
             self._metrics.opens.labels(found=fact.found.value).inc()
-            with self._guard:
-                wait = self._waits.get(event.token)
+            wait = self._waits.of(event.token)
             if wait is not None:
                 wait.found = fact.found.value
         elif isinstance(fact, RowServed) and fact.is_row:
@@ -400,14 +386,6 @@ class Agent:
         elif isinstance(fact, TransferEnded):
             self._metrics.moved.labels(cause=fact.cause.value).inc(fact.bytes)
             self._meter.moved(fact)
-
-    def _resolve(self, token: str, **answer: ev.GrantLease | ev.RefuseLease | ev.Answer) -> None:
-        with self._guard:
-            wait = self._waits.get(token)
-        if wait is not None:
-            for name, value in answer.items():
-                setattr(wait, name, value)
-            wait.done.set()
 
     # --- plans and reports ---
 
@@ -554,7 +532,7 @@ class Agent:
                 event = ev.LoadAsked(target, ask_id, hold_s=_BY_HAND_HOLD_S)
             case _:
                 event = ev.EvictAsked(target, ask_id)
-        wait = self._ask(ask_id, event, _ANSWER_S)
+        wait = self._waits.ask(ask_id, lambda: self._post(event), _ANSWER_S)
         if wait.answer is None:
             raise UnavailableError(f"node {self._options.node} did not answer within {_ANSWER_S:.0f} s", retry_after_s=5.0)
         return Acted(wait.answer.ok, wait.answer.reason)
@@ -571,27 +549,14 @@ class Agent:
             return str(exc)
         return ""
 
-    def _ask(self, token: str, event: ev.Event | Callable[[], None], timeout_s: float, gone: threading.Event | None = None) -> _Wait:
-        wait = _Wait()
-        with self._guard:
-            self._waits[token] = wait
-        self._post(event)
-        left_s = timeout_s
-        while left_s > 0 and not wait.done.wait(min(left_s, 0.2)):
-            left_s -= 0.2
-            if self._stop.is_set() or (gone is not None and gone.is_set()):
-                break
-        with self._guard:
-            self._waits.pop(token, None)
-        return wait
-
     # --- leases (LeasePort) ---
 
     def acquire(self, holder: Holder, model: str, version: str, timeout_s: float, gone: threading.Event) -> Grant:
         started_s = self._clock.steady_s()
         name = ModelName(model)
         target = WeightsKey(name, ModelVersion(version)) if version else name
-        wait = self._ask(holder.name, lambda: self._lease_asked(holder.name, name, target), timeout_s, gone)
+        asked = partial(self._lease_asked, holder.name, name, target)
+        wait = self._waits.ask(holder.name, lambda: self._post(asked), timeout_s, gone)
         if wait.refusal is not None:
             raise self._refused(model, version, wait.refusal)
         if wait.grant is None:

@@ -18,6 +18,7 @@ from prefetcher.api.problems import PROBLEMS, FieldsRefused, problem
 from prefetcher.api.service import Service
 from prefetcher.clock import SystemClock
 from prefetcher.errors import RateLimitedError, TemporaryError
+from prefetcher.wire import AHEAD_S
 
 __all__ = ["add_hints", "add_requests"]
 
@@ -28,8 +29,6 @@ _MOST_HINTS = 100
 _MOST_BYTES = 400_000
 #: An idempotency key is somebody's id of a post, no text.
 _MOST_KEY = 200
-#: Clocks of gateways may be this far ahead of ours.
-_AHEAD_S = 60.0
 
 _clock = SystemClock()
 _records = TypeAdapter(list[RequestRecord])
@@ -73,7 +72,7 @@ def add_requests(app: FastAPI, service: Service, access: Access) -> None:
             ahead = [
                 FieldProblem(field=field_name(single, i, "ts"), reason=f"{row.ts} lies in the future, it is {now_s:.0f}")
                 for i, row in enumerate(rows)
-                if row.ts is not None and row.ts > now_s + _AHEAD_S
+                if row.ts is not None and row.ts > now_s + AHEAD_S
             ]
             if ahead:
                 raise FieldsRefused(ahead)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, NodeName, RequestSeen
+from prefetcher.wire import EARLIEST_S, MOST_COUNT
 
 __all__ = [
     "AcceptedAnswer",
@@ -43,8 +44,6 @@ def _no_boolean(value: Any) -> Any:
 Name = Annotated[str, StringConstraints(min_length=1, max_length=NAME_LIMIT_BYTES), AfterValidator(_not_too_long)]
 Count = Annotated[int, BeforeValidator(_no_boolean)]
 Seconds = Annotated[float, BeforeValidator(_no_boolean)]
-#: 2000-01-01: an earlier time is a unit that was mistaken.
-_EARLIEST_S = 946_684_800.0
 _T = 1767225600.25
 
 
@@ -58,8 +57,8 @@ class RequestRecord(BaseModel):
     model_config = _examples({"model": "llama-8b", "ts": _T, "user": "u-17", "request_id": "5f1c"})
 
     model: Name = Field(description="the served model's name")
-    ts: Seconds | None = Field(default=None, ge=_EARLIEST_S, allow_inf_nan=False, description="seconds since 1970 UTC; now where absent")
-    count: Count = Field(default=1, ge=1, le=1_000_000_000, description="arrivals that the row stands for; a feature only")
+    ts: Seconds | None = Field(default=None, ge=EARLIEST_S, allow_inf_nan=False, description="seconds since 1970 UTC; now where absent")
+    count: Count = Field(default=1, ge=1, le=MOST_COUNT, description="arrivals that the row stands for; a feature only")
     user: Name | None = Field(default=None, description="who asked, as any stable string")
     node: Name | None = Field(default=None, description="the node that served it")
     version: Name | None = Field(default=None, description="the version of the model")
@@ -129,7 +128,7 @@ class WishBody(BaseModel):
 
     model_config = _examples({"for_s": 3600, "reason": "launch at noon"}, {"until_s": _T})
 
-    until_s: Seconds | None = Field(default=None, ge=_EARLIEST_S, le=1e11, allow_inf_nan=False, description="seconds since 1970 UTC")
+    until_s: Seconds | None = Field(default=None, ge=EARLIEST_S, le=1e11, allow_inf_nan=False, description="seconds since 1970 UTC")
     for_s: Seconds | None = Field(default=None, gt=0.0, le=3.2e8, allow_inf_nan=False, description="from now on")
     reason: Annotated[str, StringConstraints(max_length=500)] = Field(default="", description="for people")
 

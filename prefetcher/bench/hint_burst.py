@@ -151,7 +151,7 @@ def _metric(url: str, name: str) -> int:
     return round(sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name))
 
 
-def _write(path: Path, figures: dict[str, Any]) -> None:
-    text = json.dumps(figures, indent=2)
+def _write(path: Path, report: dict[str, Any]) -> None:
+    text = json.dumps(report, indent=2)
     path.write_text(text + "\n")
     print(text)

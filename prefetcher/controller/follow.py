@@ -27,14 +27,12 @@ from prefetcher.replay.maps import first_value, parse_map
 from prefetcher.replay.times import TimeReader
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher.wire import request_records
+from prefetcher.wire import AHEAD_S, MOST_COUNT, request_records
 
 __all__ = ["Follower"]
 
 _CHUNK_BYTES = 1 << 20
 _IDLE_S = 0.2
-#: Clocks of gateways may be this far ahead of ours.
-_AHEAD_S = 60.0
 #: Bad lines that are named; the others are counted, and summed up after so many real seconds.
 _NAMED = 20
 _SUMMARY_S = 60.0
@@ -45,8 +43,6 @@ _OTHER_FORMATS = (b"PAR1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ"
 _MAGIC_BYTES = 6
 _OTHER_SUFFIXES = frozenset({".parquet", ".gz", ".zst", ".bz2", ".xz", ".lz4"})
 _TAKES = "follow takes JSON lines or CSV"
-#: What the HTTP endpoint takes at most, too.
-_MOST_COUNT = 1_000_000_000
 
 
 class Follower:
@@ -281,7 +277,7 @@ class Follower:
             model = values["model"]
             if ts is None:
                 self._bad(f"ts is no time: {shortened(repr(values['ts']))}", number)
-            elif ts > now_s + _AHEAD_S:
+            elif ts > now_s + AHEAD_S:
                 self._bad(f"ts lies in the future: {shortened(repr(values['ts']))}", number)
             elif not isinstance(model, str) or not model:
                 self._bad(f"model is no name: {shortened(repr(model))}", number)
@@ -377,7 +373,7 @@ def _request(ts: float, model: str, values: dict[str, Any]) -> RequestSeen:
 
     node, version = text("node"), text("version")
     try:
-        count = min(max(1, int(values["count"] or 1)), _MOST_COUNT)
+        count = min(max(1, int(values["count"] or 1)), MOST_COUNT)
     except (TypeError, ValueError, OverflowError):
         count = 1
     return RequestSeen(

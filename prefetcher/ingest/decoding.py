@@ -16,14 +16,13 @@ import numpy.typing as npt
 
 from prefetcher.core.types import NAME_LIMIT_BYTES, RequestSeen
 from prefetcher.ports import Partition
-from prefetcher.wire import EARLIEST_S, MOST_VERSION, DeadLetter, RequestMessage, decode_request, problem_of_request
+from prefetcher.wire import EARLIEST_S, MOST_COUNT, MOST_VERSION, DeadLetter, RequestMessage, decode_request, problem_of_request
 
 __all__ = ["BadRow", "Decoded", "RowDecoder"]
 
 #: Of a bad record, what its dead letter carries.
 _KEPT_BYTES = 4096
 _DETAIL_CHARACTERS = 200
-_MOST_COUNT = 1_000_000_000
 #: What decoding gives: ts, model, user.
 _Row = tuple[float, str, str | None]
 
@@ -103,7 +102,7 @@ class RowDecoder:
             or ts.max() > now_s + self._ahead_s
             or not all(models)
             or min(counts) < 1
-            or max(counts) > _MOST_COUNT
+            or max(counts) > MOST_COUNT
             or max([row.v for row in rows]) > MOST_VERSION
             # A name is never longer than the record that it came in.
             or (longest > NAME_LIMIT_BYTES and any(map(problem_of_request, rows)))

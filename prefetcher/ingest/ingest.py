@@ -32,7 +32,7 @@ from prefetcher.ingest.tables import Commit, Tables, why
 from prefetcher.ports import Chunk, Partition, Positions, StreamReader, Streams, StreamWriter, Topic
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher.wire import encode
+from prefetcher.wire import AHEAD_S, encode
 
 __all__ = ["Ingest", "IngestOptions"]
 
@@ -66,7 +66,7 @@ class IngestOptions:
     """
 
     late_s: float = LATE_S
-    ahead_s: float = 60.0
+    ahead_s: float = AHEAD_S
     most_bytes: int = 1_000_000
     batch: int = 10_000
     keep_s: float = 3.0 * _HOUR_S
@@ -160,8 +160,10 @@ class Ingest:
             return False
         if self._trouble == "streams_away":
             self._tell_well()
-        with self._metrics.ingest_batch_time.time() if chunks else contextlib.nullcontext():
-            self._take_all(chunks)
+        began_s = self._clock.steady_s()
+        self._take_all(chunks)
+        if chunks:
+            self._metrics.ingest_batch_time.observe(self._clock.steady_s() - began_s)
         self._give_memory_back()
         self._tell_lag()
         self._compact()
