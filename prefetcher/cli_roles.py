@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefetcher.cli_settings import OF_UP, with_defaults
 from prefetcher.errors import UnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ def _run_role(role: str, config: Path | None, overrides: dict[str, dict[str, Any
     run_app(App(settings, [Role(role)]), f"prefetcher {role}")
 
 
+def _of_role(role: str) -> dict[str, tuple[str, str] | str]:
+    """What help says of the defaults of a role's options: settings' own, but for the port."""
+    return {**OF_UP, "port": str(_PORTS[role])}
+
+
 def add_commands(app: typer.Typer) -> None:
     """Adds them to the program's commands."""
 
@@ -75,14 +81,14 @@ def add_commands(app: typer.Typer) -> None:
             _run_role(role, config, {"api": {"host": host, "port": port}, "log": {"level": log_level, "format": log_format}})
 
         run.__doc__ = text
-        app.command(name=role)(run)
+        app.command(name=role, cls=with_defaults(_of_role(role)))(run)
 
     add_role("ingest", "Counts requests from the broker into shared tables; run as many as there are partitions.")
     add_role("controller", "Learns and plans for every node; run two, one leads and the other stands by.")
     add_role("api", "Answers hints, requests and questions over HTTP; run as many as you like.")
     add_role("scheduler", "Runs jobs at their time: one process at a time runs each.")
 
-    @app.command()
+    @app.command(cls=with_defaults(_of_role("agent")))
     def agent(
         config: Config = None,
         name: Annotated[str | None, typer.Option(help="The node's name.")] = None,

@@ -62,13 +62,15 @@ def default_in_words(group: str, name: str) -> str:
     return str(default) if isinstance(default, str | Path | int) else f"{default:g}"
 
 
-def with_defaults(settings: Mapping[str, tuple[str, str]]) -> type[typer.core.TyperCommand]:
-    """A command whose help names the defaults of the settings that its options set; they are looked up when help is asked for."""
+def with_defaults(settings: Mapping[str, tuple[str, str] | str]) -> type[typer.core.TyperCommand]:
+    """A command whose help names the defaults of the settings that its options set, or what is given as one instead; settings are looked
+    up when help is asked for."""
 
     class Command(typer.core.TyperCommand):
         def format_help(self, ctx: Any, formatter: Any) -> None:
             for param in self.params:
-                said = default_in_words(*settings[param.name]) if param.name in settings else ""
+                found = settings.get(param.name or "", "")
+                said = found if isinstance(found, str) else default_in_words(*found)
                 if said and isinstance(param, typer.core.TyperOption) and "[default: " not in (param.help or ""):
                     param.help = f"{param.help}  [default: {said}]"
             super().format_help(ctx, formatter)

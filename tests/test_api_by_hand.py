@@ -214,6 +214,17 @@ def test_a_switch_of_one_node_of_a_group_and_of_all(setup: Setup, others: Elsewh
     assert setup.http.post("/v1/off", json={"node": "nobody"}).status_code == 404
 
 
+def test_a_group_is_known_by_the_nodes_that_report_or_by_its_switch(setup: Setup) -> None:
+    setup.report(report_of(), report_of("node-1", group="rack-7"))
+    refused = setup.http.post("/v1/off", json={"group": "ghost"})
+    assert refused.status_code == 404
+    assert refused.json()["detail"] == "no node that reports is of group 'ghost'; groups: rack-7"
+    assert setup.http.get("/v1/by-hand").json() == []
+    assert setup.http.post("/v1/off", json={"group": "rack-7"}).status_code == 200
+    setup.state.delete([records.node_key(NodeName("node-1"), "report")])
+    assert setup.http.post("/v1/on", json={"group": "rack-7"}).status_code == 200, "its nodes are down, its switch is there"
+
+
 def test_a_switch_with_an_end(setup: Setup) -> None:
     setup.http.post("/v1/off", json={"for_s": 60})
     setup.http.post("/v1/observe", json={"node": "node-1", "for_s": 60})

@@ -225,6 +225,30 @@ def test_many_at_one_moment_while_the_first_is_still_written() -> None:
         assert len(hints_of(gate)) == 1
 
 
+def test_what_came_while_others_were_written_is_written_together_and_refused_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefetcher.api.hints.ANSWER_S", 30.0)
+    gate = Gate()
+    with Setup(gate, clock=SystemClock()) as setup, ThreadPoolExecutor(12) as threads:
+        setup.report()
+        first = []
+        for number in range(2):
+            first.append(threads.submit(post, setup, {"model": "m0", "hint_id": f"first-{number}"}))
+            assert gate.came.acquire(timeout=20.0)
+        bodies = [{"model": "nobody"} if number == 4 else {"model": "m0", "hint_id": f"h{number}"} for number in range(8)]
+        posts = [threads.submit(post, setup, body) for body in bodies]
+        end_s = setup.clock.steady_s() + 20.0
+        while len(setup.service.hints) < 10 and setup.clock.steady_s() < end_s:
+            setup.clock.wait(threading.Event(), 0.01)
+        gate.opened.set()
+        assert {future.result().status_code for future in first} == {202}
+        assert [future.result().status_code for future in posts] == [404 if number == 4 else 202 for number in range(8)]
+        assert len(hints_of(gate)) == 9
+        appends = 0
+        while gate.came.acquire(blocking=False):
+            appends += 1
+        assert appends <= 2, "eight posts and two threads"
+
+
 # --- away and full ---
 
 
@@ -283,8 +307,9 @@ def test_more_than_may_wait_are_refused_at_once() -> None:
 
     gate = Gate()
     with Setup(gate, settings=ApiSettings(hints_in_flight=2)) as setup, ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(post, setup, {"model": "m0"}) for _ in range(2)]
+        waiting = []
         for _ in range(2):
+            waiting.append(threads.submit(post, setup, {"model": "m0"}))
             assert gate.came.acquire(timeout=20.0)
         refused = post(setup, {"model": "m0"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")

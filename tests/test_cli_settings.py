@@ -54,6 +54,13 @@ def test_help_and_reference_name_the_defaults_of_settings(command: str, settings
         assert own[0].endswith(f"[default: {default}]") if default else "default:" not in own[0]
 
 
+@pytest.mark.parametrize(("role", "port"), [("ingest", 8372), ("controller", 8373), ("api", 8371), ("scheduler", 8374), ("agent", 8375)])
+def test_help_of_a_role_names_its_port(role: str, port: int) -> None:
+    shown = help_of(role)
+    assert f"takes a free one. [default: {port}]" in shown
+    assert "[default: 127.0.0.1]" in shown
+
+
 def test_defaults_can_be_given_as_they_are_written() -> None:
     plain = load_settings()
     for option, (group, name) in OF_UP.items():

@@ -425,7 +425,8 @@ class Agent:
     def _report(self) -> None:
         assert self._arena is not None
         now_s, problems = self._clock.now_s(), self._problems()
-        report = make_report(self._machine, self._meter, self._arena, self._moves, now_s, problems, self._left, self._unknown)
+        group = self._options.group
+        report = make_report(self._machine, self._meter, self._arena, self._moves, now_s, problems, self._left, self._unknown, group)
         totals = self._totals()
         self._link.show(records.encode(report), records.encode(totals) if self._kept.all_written else None)
         usage = self._arena.usage()

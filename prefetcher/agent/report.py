@@ -119,6 +119,7 @@ def make_report(
     problems: Sequence[str],
     left: Mapping[ModelName, str],
     unknown: Unknown,
+    group: str = "",
 ) -> NodeReport:
     """The node as it is at `now_s`. `left`: why models were evicted or bypassed last."""
     holdings = machine.holdings
@@ -168,6 +169,7 @@ def make_report(
         at_s=now_s,
         memory=Memory(usage.budget_bytes, usage.taken_bytes, locked, arena.kind, arena.lock_warning or ""),
         link_bytes_per_s=meter.bytes_per_s,
+        group=group,
         recent_wait_s=meter.recent_wait_s,
         waiting_rows=meter.waiting_rows,
         busy_ratio=meter.busy_ratio(now_s),

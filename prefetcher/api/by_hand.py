@@ -34,6 +34,8 @@ MODES: tuple[Mode, ...] = ("off", "on", "observe")
 _LOOK_S = 1.0
 _PINS_TRIES = 50
 _NODE_SEEN_S = 86_400.0
+#: Groups that an error names.
+_NAMED = 10
 
 _acts = msgspec.json.Decoder(records.ByHand)
 
@@ -190,7 +192,7 @@ class ByHand:
 
         Raises:
             UsageError: a node and a group.
-            ModelNotFoundError: no such node.
+            ModelNotFoundError: no such node or group.
             UnavailableError: the store is away, and no switch was moved.
         """
         if wish.node and wish.group:
@@ -203,6 +205,11 @@ class ByHand:
                 raise ModelNotFoundError(f"no node is called {shortened(repr(wish.node))}; those that report are in /v1/status")
         elif wish.group:
             key = records.group_key(wish.group, "switch")
+            groups = {report.group for report in self._fleet.view().reports.values()} - {""}
+            # A group of nodes that are all down may be switched all the same, if it was before.
+            if wish.group not in groups | {self._group} and self._state.read(key) is None:
+                there = ", ".join(sorted(groups)[:_NAMED]) or "none; PREFETCHER_NODE__GROUP of an agent names one"
+                raise ModelNotFoundError(f"no node that reports is of group {shortened(repr(wish.group))}; groups: {there}")
         said = records.Switch(on=mode != "off", observe=mode == "observe", since_s=now_s, by=wish.by, until_s=wish.until_s)
         self._state.write({key: records.encode(said)})
         done = records.ByHand(mode, now_s, wish.by, node=wish.node, group=wish.group, until_s=wish.until_s, reason=wish.reason)

@@ -2,7 +2,8 @@
 
 A key is claimed in the state store, so that of many posts at the same moment, also to several processes, one writes and the others give its
 answer; while the store is away, a process remembers by itself. A hint that is written twice all the same has the same id, which whoever
-plans counts once. Posts wait in threads of their own and not for longer than `ANSWER_S`. Covers no HTTP, no keys and no rates.
+plans counts once. What came while others were being written is written together. Nobody waits for longer than `ANSWER_S`. Covers no HTTP,
+no keys and no rates.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import asyncio
 import hashlib
 import threading
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -21,14 +22,14 @@ import msgspec
 from prefetcher.api.fleet import Fleet, View
 from prefetcher.api.messages import HintRecord
 from prefetcher.clock import Clock
-from prefetcher.errors import NoRoomError, TemporaryError, UnavailableError
+from prefetcher.errors import NoRoomError, PrefetcherError, TemporaryError, UnavailableError, UsageError
 from prefetcher.ports import StateStore, StreamWriter, Topic
 from prefetcher.wire import HintMessage, encode
 
 __all__ = ["ANSWER_S", "REMEMBERED_S", "STORE_S", "HintDesk", "Hinted", "OtherBodyError", "UnknownModelsError"]
 
-#: Real seconds. An answer comes within a second; the rest is the way there and back.
-ANSWER_S = 0.9
+#: Real seconds. An answer comes within a second; the rest is the way there and back, on a machine that has other things to do.
+ANSWER_S = 0.75
 #: How long a call of the store may take: a post calls it up to three times, and after the first that fails no more.
 STORE_S = 0.3
 #: How long a key is remembered; and how long its claim stands while its hints are being written, somewhat longer than that may take.
@@ -38,7 +39,11 @@ _CLAIM_S = 2.0
 _LEAST_APPEND_S = 0.2
 _AWAY_S = 1.0
 _LOOK_S = 0.02
-_THREADS = 16
+#: Threads that write what waits, all of it at once; and those that look after what another process writes.
+_WRITERS = 2
+_LOOKERS = 16
+#: Posts that are written together.
+_MOST_TOGETHER = 256
 #: Answers that a process remembers, some 50 MB: at a hundred hints a second, more than ten minutes.
 _MOST_REMEMBERED = 100_000
 #: From this probability on an absent model is expected to be brought.
@@ -83,6 +88,19 @@ class _Unit:
     ids: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Post:
+    """What nobody else in this process writes of a post. It is settled as a whole: every future gets its answers, or all get an error."""
+
+    units: tuple[_Unit, ...]
+    futures: tuple[Future[_Kept], ...]
+    deadline_s: float
+
+    @property
+    def models(self) -> frozenset[str]:
+        return frozenset(message.model for unit in self.units for message in unit.messages)
+
+
 _kept = msgspec.json.Decoder(_Kept)
 
 
@@ -107,13 +125,19 @@ class HintDesk:
         self._clock = clock
         self._most = most_in_flight
         self.user_hash = user_hash
-        self._threads = ThreadPoolExecutor(_THREADS, "hints")
+        self._threads = ThreadPoolExecutor(_WRITERS + _LOOKERS, "hints")
         self._lock = threading.Lock()
         self._in_flight = 0
+        self._waiting: deque[_Post] = deque()
+        self._writing = 0
         self._flights: dict[str, Future[_Kept]] = {}
         self._remembered: OrderedDict[str, tuple[float, _Kept]] = OrderedDict()
         self._answers_remembered = 0
         self._away_until_s = float("-inf")
+
+    def __len__(self) -> int:
+        """Posts that are not answered yet, but for those that wait for another one's answer."""
+        return self._in_flight
 
     async def take(self, hints: Sequence[HintRecord], source: str | None, key: str | None, body: bytes) -> list[Hinted]:
         """One answer for each hint, in their order, once all are durable. `source` names the key that sent them, `key` is the post's.
@@ -181,11 +205,15 @@ class HintDesk:
                         self._flights[unit.key] = future
                 futures.append(future)
             if mine and self._in_flight >= self._most:
-                self._forget(mine)
+                self._forget(unit for unit, _ in mine)
                 raise NoRoomError(f"{self._in_flight} posts of hints wait for the log already; send them again in a moment")
-            self._in_flight += bool(mine)
-        if mine:
-            self._threads.submit(self._work, mine, deadline_s)
+            if mine:
+                self._in_flight += 1
+                self._waiting.append(_Post(tuple(unit for unit, _ in mine), tuple(future for _, future in mine), deadline_s))
+            is_first = bool(mine) and self._writing < _WRITERS
+            self._writing += is_first
+        if is_first:
+            self._threads.submit(self._write_waiting)
         return futures
 
     def _answered(self, key: str) -> Future[_Kept] | None:
@@ -204,90 +232,154 @@ class HintDesk:
             _, (_, oldest) = self._remembered.popitem(last=False)
             self._answers_remembered -= len(oldest.answers or ())
 
-    def _forget(self, mine: Sequence[tuple[_Unit, Future[_Kept]]]) -> None:
-        for unit, _ in mine:
+    def _forget(self, units: Iterable[_Unit]) -> None:
+        for unit in units:
             self._flights.pop(unit.key, None)
 
-    def _work(self, mine: Sequence[tuple[_Unit, Future[_Kept]]], deadline_s: float) -> None:
-        results: dict[int, _Kept] = {}
-        error: Exception = UnavailableError("the hints were not written in time; send them again")
-        try:
-            results = self._settle([unit for unit, _ in mine], deadline_s)
-        except Exception as exc:  # noqa: BLE001 - whoever waits gets it
-            error = exc
+    def _write_waiting(self) -> None:
+        """Writes what waits until nothing does."""
+        while True:
+            with self._lock:
+                posts = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_TOGETHER))]
+                if not posts:
+                    self._writing -= 1
+                    return
+            try:
+                self._settle(posts)
+            except Exception as exc:  # noqa: BLE001 - whoever waits gets it
+                for post in posts:
+                    self._finish(post, exc)
+
+    def _finish(self, post: _Post, outcome: Sequence[_Kept] | Exception) -> None:
+        """Answers a post, unless that was done."""
+        if post.futures[0].done():
+            return
         with self._lock:
             self._in_flight -= 1
-            for number, (unit, _) in enumerate(mine):
-                if number in results and unit.key:
-                    self._remember(unit.key, results[number])
-            self._forget(mine)
-        for number, (_, future) in enumerate(mine):
-            if number in results:
-                future.set_result(results[number])
+            if not isinstance(outcome, Exception):
+                for unit, kept in zip(post.units, outcome, strict=True):
+                    if unit.key:
+                        self._remember(unit.key, kept)
+            self._forget(post.units)
+        for number, future in enumerate(post.futures):
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
             else:
-                future.set_exception(error)
+                future.set_result(outcome[number])
 
-    def _settle(self, units: Sequence[_Unit], deadline_s: float) -> dict[int, _Kept]:
-        """Writes what nobody wrote, and waits for what others write just now. By the unit's number."""
+    def _settle(self, posts: Sequence[_Post]) -> None:
+        """Writes what nobody wrote; what others have written or are writing is answered by them, or looked after by a thread of its own."""
+        in_time, ours, now_s = [], [], self._real_s()
+        for post in posts:
+            if now_s < post.deadline_s:
+                in_time.append(post)
+            else:
+                # Whoever waited was told so already, and sends them again.
+                self._finish(post, UnavailableError("too many posts of hints came before; send them again"))
+        theirs = self._claim([unit for post in in_time for unit in post.units])
+        for post in in_time:
+            if any(unit.key in theirs for unit in post.units):
+                self._threads.submit(self._look, post, theirs)
+            else:
+                ours.append(post)
+        self._write_together(ours)
+
+    def _look(self, post: _Post, theirs: dict[str, _Kept]) -> None:
+        """Settles a post some of whose units another process has claimed."""
+        try:
+            self._finish(post, self._looked(post, theirs))
+        except Exception as exc:  # noqa: BLE001 - whoever waits gets it
+            self._finish(post, exc)
+
+    def _looked(self, post: _Post, theirs: dict[str, _Kept]) -> list[_Kept]:
         results: dict[int, _Kept] = {}
-        left = dict(enumerate(units))
+        left = dict(enumerate(post.units))
         never = threading.Event()
-        if self._real_s() >= deadline_s:
-            # Whoever waited was told so already, and sends them again.
-            raise UnavailableError("too many posts of hints came before; send them again")
-        while left:
-            theirs = self._claim(left)
-            for number, kept in theirs.items():
-                if kept.answers is not None:
-                    results[number] = kept
+        while True:
+            for number, unit in list(left.items()):
+                found = theirs.get(unit.key)
+                if found is not None and found.answers is not None:
+                    results[number] = found
                     del left[number]
-            ours = {number: unit for number, unit in left.items() if number not in theirs}
+            ours = {number: unit for number, unit in left.items() if unit.key not in theirs}
             if ours:
-                results |= self._write(ours, deadline_s)
+                view = self._view()
+                self._refuse_unknown(frozenset(m.model for unit in ours.values() for m in unit.messages), list(ours.values()), view)
+                results |= zip(ours, self._write(list(ours.values()), view, post.deadline_s), strict=True)
                 left = {number: unit for number, unit in left.items() if number not in ours}
-            if left:
-                if self._real_s() >= deadline_s:
-                    raise UnavailableError("the same hints are being written by another process; send them again")
-                self._clock.wait(never, _LOOK_S * self._clock.speed)
-        return results
+            if not left:
+                return [results[number] for number in range(len(post.units))]
+            if self._real_s() >= post.deadline_s:
+                raise UnavailableError("the same hints are being written by another process; send them again")
+            self._clock.wait(never, _LOOK_S * self._clock.speed)
+            theirs = self._claim(list(left.values()))
 
-    def _claim(self, units: dict[int, _Unit]) -> dict[int, _Kept]:
-        """What others have under the keys of `units`; where they have nothing, the claim is ours."""
-        keyed = {number: unit for number, unit in units.items() if unit.key}
+    def _claim(self, units: Sequence[_Unit]) -> dict[str, _Kept]:
+        """By key, what others have under the keys of `units`; where they have nothing, the claim is ours."""
+        keyed = {unit.key: unit for unit in units if unit.key}
         if not keyed or self._real_s() < self._away_until_s:
             return {}
-        items = {_record_key(unit.key): msgspec.json.encode(_Kept(unit.body)) for unit in keyed.values()}
+        items = {_record_key(key): msgspec.json.encode(_Kept(unit.body)) for key, unit in keyed.items()}
         try:
-            found = dict(zip(items, self._state.claim(items, _CLAIM_S), strict=True))
+            found = self._state.claim(items, _CLAIM_S)
         except UnavailableError:
             self._away_until_s = self._real_s() + _AWAY_S
             return {}
-        theirs = {number: found[_record_key(unit.key)] for number, unit in keyed.items()}
-        return {number: _kept.decode(raw) for number, raw in theirs.items() if raw is not None}
+        return {key: _kept.decode(raw) for key, raw in zip(keyed, found, strict=True) if raw is not None}
 
-    def _write(self, units: dict[int, _Unit], deadline_s: float) -> dict[int, _Kept]:
+    def _write_together(self, posts: Sequence[_Post]) -> None:
         view = self._view()
-        messages = [message for unit in units.values() for message in unit.messages]
-        claims = [_record_key(unit.key) for unit in units.values() if unit.key]
-        unknown = frozenset({message.model for message in messages} - view.models) if view is not None and view.reports else frozenset()
+        good: list[_Post] = []
+        for post in posts:
+            try:
+                self._refuse_unknown(post.models, post.units, view)
+                good.append(post)
+            except UnknownModelsError as exc:
+                self._finish(post, exc)
+        if not good:
+            return
+        try:
+            kept = self._write([unit for post in good for unit in post.units], view, min(post.deadline_s for post in good))
+        except PrefetcherError as exc:
+            # What is wrong with one is not the others' fault.
+            is_of_one = isinstance(exc, UsageError) and len(good) > 1
+            for post in good:
+                if is_of_one:
+                    self._write_together([post])
+                else:
+                    self._finish(post, exc)
+            return
+        at = 0
+        for post in good:
+            self._finish(post, kept[at : at + len(post.units)])
+            at += len(post.units)
+
+    def _refuse_unknown(self, models: frozenset[str], units: Sequence[_Unit], view: View | None) -> None:
+        unknown = models - view.models if view is not None and view.reports else None
         if unknown:
-            self._tell(lambda: self._state.delete(claims), claims)
+            self._give_up(units)
             raise UnknownModelsError(unknown)
+
+    def _write(self, units: Sequence[_Unit], view: View | None, deadline_s: float) -> list[_Kept]:
+        """Appends what `units` say and gives their answers, in order, once they are durable."""
+        messages = [message for unit in units for message in unit.messages]
         timeout_s = max(_LEAST_APPEND_S, deadline_s - self._real_s())
         try:
             self._writer.append(Topic.HINTS, [(message.model, encode(message)) for message in messages], timeout_s=timeout_s)
         except TemporaryError as exc:
             # Nothing, or perhaps something, was written: the next try writes the same ids.
-            self._tell(lambda: self._state.delete(claims), claims)
+            self._give_up(units)
             if isinstance(exc, NoRoomError):
                 raise
             raise UnavailableError(f"the hints were not written in time ({exc}); send them again", retry_after_s=exc.retry_after_s) from exc
-        results = {}
-        for number, unit in units.items():
-            results[number] = _Kept(unit.body, [self._answer(m, i, view) for m, i in zip(unit.messages, unit.ids, strict=True)])
-        done = {_record_key(units[number].key): msgspec.json.encode(kept) for number, kept in results.items() if units[number].key}
+        kept = [_Kept(unit.body, [self._answer(m, i, view) for m, i in zip(unit.messages, unit.ids, strict=True)]) for unit in units]
+        done = {_record_key(unit.key): msgspec.json.encode(one) for unit, one in zip(units, kept, strict=True) if unit.key}
         self._tell(lambda: self._state.write(done, REMEMBERED_S), done)
-        return results
+        return kept
+
+    def _give_up(self, units: Sequence[_Unit]) -> None:
+        claims = [_record_key(unit.key) for unit in units if unit.key]
+        self._tell(lambda: self._state.delete(claims), claims)
 
     def _tell(self, say: Callable[[], None], keys: object) -> None:
         if not keys or self._real_s() < self._away_until_s:

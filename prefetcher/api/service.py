@@ -30,7 +30,7 @@ __all__ = ["ALL_NODES", "NodeByHand", "Service"]
 ALL_NODES = "*"
 _NODE_SEEN_S = 86_400.0
 #: Real seconds from a post of rows to its answer, and the least that an append gets of them.
-_ANSWER_S = 0.9
+_ANSWER_S = 0.75
 _LEAST_APPEND_S = 0.1
 #: Posts of rows that wait for a log that takes nothing: each has one of the forty threads that all routes share.
 _MOST_WAITING = 8

@@ -15,6 +15,15 @@
 | `prefetcher:{group/G}:switch`, `prefetcher:{node/N}:switch` | the same of a group and of a node; the strictest counts | endpoint | never |
 | `prefetcher:{controller}:pins` | JSON object: model name to `Pin`, on every node; of old a list of names | endpoint | a pin at its end |
 | `prefetcher:{controller}:by-hand` | list of `ByHand`, acts and switches by people; the last `BY_HAND_KEPT` | endpoint | by count |
+| `prefetcher:{controller}:schedules` | JSON object: name to `core.schedules.Schedule` of a batch job | endpoint | never |
+| `prefetcher:{jobs}:known` | list of `batch.runs.JobAbout`: the jobs, when each is due, and its rules | scheduler | never |
+| `prefetcher:{jobs}:schedulers` | sorted set: scheduler, when it looked for work last | scheduler | never; read for 10 s |
+| `prefetcher:{job/J}:record` | `batch.runs.JobRecord` of job J: what runs, the last `batch.runs.RUNS_KEPT` runs, what was due | scheduler | never |
+| `prefetcher:{job/J}:lease` | who runs job J | scheduler | `batch.scheduler.LEASE_S` after a renewal |
+| `prefetcher:{job/J}:number` | counter of runs of job J; the number is the run's fence | scheduler | never |
+| `prefetcher:{job/J}:fence` | number of the run that wrote last; a lower one is refused | scheduler | never |
+| `prefetcher:{job/J}:wanted` | `batch.runs.Wanted`: somebody wants a run now | endpoint | after 10 min |
+| `prefetcher:{job/J}:made` | what the last run of job J made, as the job says (`batch.jobs`) | scheduler | never |
 | `prefetcher:{claim/D}` | what became of hints (`api.hints`); D: digest of key or id, and of who sent them | endpoint | after 10 min |
 | `prefetcher:{node/N}:fence` | fence of the plan below | controller | never |
 | `prefetcher:{node/N}:plan` | `core.types.Plan` of node N | controller | never |
@@ -31,6 +40,7 @@ Channels (what is said there is heard at once or not at all; whoever misses it l
 | channel | what | who speaks | who listens |
 | --- | --- | --- | --- |
 | `prefetcher:{controller}:calls` | a reason to plan | endpoint | controller that leads |
+| `prefetcher:{jobs}:calls` | the name of a job that somebody wants run | endpoint | schedulers |
 | `prefetcher:{node/N}:calls` | `Call` to node N: there is a plan, rows, an act by hand, the switch | controller, endpoint | agent of N |
 
 The braces are hash tags: keys that are written together lie in one slot of a cluster. Records are JSON but for `learned` and `shadows`.
@@ -68,6 +78,7 @@ __all__ = [
     "decode_switch",
     "encode",
     "group_key",
+    "job_key",
     "pack_arrays",
     "strictest",
     "unpack_arrays",
@@ -85,6 +96,10 @@ NODES = "prefetcher:{nodes}:seen"
 SWITCH = "prefetcher:{controller}:switch"
 PINS = "prefetcher:{controller}:pins"
 BY_HAND = "prefetcher:{controller}:by-hand"
+SCHEDULES = "prefetcher:{controller}:schedules"
+JOBS = "prefetcher:{jobs}:known"
+SCHEDULERS = "prefetcher:{jobs}:schedulers"
+JOB_CALLS = "prefetcher:{jobs}:calls"
 
 #: An agent reports every second; three missed reports and it counts as gone.
 REPORT_EXPIRES_S = 5.0
@@ -101,6 +116,11 @@ def group_key(group: str, what: str) -> str:
 def node_key(node: NodeName, what: str) -> str:
     """The key of `what` (plan, fence, report, totals, orders, ledger, machine, switch), or the channel `calls`, of a node."""
     return f"prefetcher:{{node/{node}}}:{what}"
+
+
+def job_key(job: str, what: str) -> str:
+    """The key of `what` (record, lease, number, fence, wanted, made) of a job."""
+    return f"prefetcher:{{job/{job}}}:{what}"
 
 
 _T = TypeVar("_T")
@@ -268,6 +288,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     at_s: float
     memory: Memory
     link_bytes_per_s: float
+    group: str = ""
     recent_wait_s: float = 0.0
     waiting_rows: float = 0.0
     busy_ratio: float = 0.0
