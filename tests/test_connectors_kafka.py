@@ -154,6 +154,34 @@ def test_a_broker_that_hangs_costs_who_appends_its_timeout_and_nothing_is_lost(
     writer.close()
 
 
+def test_a_writer_goes_on_after_an_outage_that_outlasted_what_it_had_sent(
+    options: KafkaOptions, own_kafka: ApacheKafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Half a minute, made short: what was sent by then is given up, and with it the idempotent producer's id.
+    monkeypatch.setattr("prefetcher_connectors.kafka._REQUEST_S", 2.0)
+    monkeypatch.setattr("prefetcher_connectors.kafka._DELIVERY_S", 2.1)
+    streams = KafkaStreams(options)
+    streams.prepare()
+    writer = streams.writer()
+    writer.append(Topic.REQUESTS, [("a", b"before")], timeout_s=PATIENCE_S)
+    own_kafka.freeze()
+    try:
+        with pytest.raises(UnavailableError):
+            writer.append(Topic.REQUESTS, [("a", b"meanwhile")], timeout_s=5.0)
+    finally:
+        own_kafka.go_on()
+    give_up = deadline()
+    while not give_up():
+        with contextlib.suppress(UnavailableError):
+            writer.append(Topic.REQUESTS, [("a", b"after")], timeout_s=1.0)
+            break
+    assert not give_up()
+    with Taken(streams) as taken:
+        taken.until(lambda: b"after" in taken.values)
+        assert taken.values[0] == b"before"
+    writer.close()
+
+
 def test_what_waits_for_a_broker_is_bounded(own_kafka: ApacheKafka, options: KafkaOptions) -> None:
     streams = KafkaStreams(KafkaOptions(options.brokers, prefix=options.prefix, pending_bytes=100_000))
     streams.prepare()
