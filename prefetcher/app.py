@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
 
@@ -25,8 +26,8 @@ from prefetcher.agent.telling import Telling
 from prefetcher.api.health import make_health_endpoint
 from prefetcher.api.hints import STORE_S
 from prefetcher.api.service import Service
-from prefetcher.batch.retention import forget_idle_users, remove_old_history
-from prefetcher.batch.scheduler import Job, Scheduler
+from prefetcher.batch.jobs import Means, make_jobs
+from prefetcher.batch.scheduler import Scheduler
 from prefetcher.clock import Clock, ScaledClock, SystemClock
 from prefetcher.config import Settings
 from prefetcher.controller import records
@@ -52,12 +53,13 @@ from prefetcher_connectors.kafka import KafkaOptions, KafkaStreams
 from prefetcher_connectors.redis import HURRIED_S, PATIENT_S, EmbeddedServer, RedisState
 from prefetcher_connectors.streams import FileStreams
 
+if TYPE_CHECKING:
+    from prefetcher_models.hazard import Hazard
+
 __all__ = ["App", "Role"]
 
 #: A controller that has not stepped for this long hangs; a fit never runs in its thread, and planning ten thousand models takes a second.
 _CONTROLLER_STALL_S = 30.0
-#: Between looks at what was kept long enough.
-_RETENTION_S = 3600.0
 #: Between tries to listen to calls while the store is away.
 _LISTEN_AGAIN_S = 0.5
 
@@ -232,12 +234,32 @@ class App(Process):
     def _start_scheduler(self) -> None:
         client = connect(self._state_url)
         self.closes("tables", client.close)
-        keep, tables, history = self._settings.state, TablesReader(client), self._folder / "history"
-        jobs = [
-            Job("users", _RETENTION_S, lambda: forget_idle_users(tables, self.clock, keep.users_keep_s)),
-            Job("history", _RETENTION_S, lambda: remove_old_history(history, self.clock, keep.history_keep_s)),
-        ]
-        self.run_thread("scheduler", Scheduler(self._state, self.clock, self.metrics, self._holder(), jobs).run)
+        keep = self._settings.state
+        means = Means(
+            state=self._state,
+            tables=TablesReader(client),
+            clock=self.clock,
+            history=self._folder / "history",
+            forecasts=self._folder / "forecasts",
+            new_learner=self._new_learner,
+            save_hazard=self._save_hazard,
+            users_keep_s=keep.users_keep_s,
+            history_keep_s=keep.history_keep_s,
+        )
+        # By the machine's own clock: in the minutes of a demonstration no day passes.
+        clock = self.clock if self.clock.speed == 1.0 else SystemClock()
+        self.run_thread("scheduler", Scheduler(self._state, clock, self.metrics, self._holder(), make_jobs(means)).run)
+
+    def _new_learner(self) -> Learner:
+        decision = self._settings.decision
+        return Learner(lambda: _predictor(decision.seed), decision.tick_s)
+
+    def _save_hazard(self, hazard: Hazard) -> str:
+        from prefetcher_models.artifacts import save_hazard
+
+        path = self._folder / "artifacts" / "hazard.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return save_hazard(hazard, path)[:12]
 
     def _holder(self) -> str:
         """This process among those that do the same: a node's own name where it has one, so that it takes over from itself at once."""

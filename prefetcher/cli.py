@@ -17,6 +17,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from prefetcher import __version__
+from prefetcher.cli_jobs import add_job_commands
+from prefetcher.cli_predictors import add_predictor_commands
 from prefetcher.cli_roles import Config, add_commands, run_app
 from prefetcher.cli_settings import OF_REPLAY, OF_UP, overrides_of, with_defaults
 from prefetcher.errors import InputError, PrefetcherError, UsageError
@@ -210,6 +212,7 @@ def replay(
     map_: Annotated[str | None, typer.Option("--map", help="Field map, as ts=startTime,model=request.model.")] = None,
     tz: Annotated[str | None, typer.Option(help="Time zone of times without one.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
+    hints: Annotated[str | None, typer.Option(help="Log of hints, or synthetic:precision=0.7,lead=5,seed=1.")] = None,
 ) -> None:
     """Replays a request log: what prefetching would have saved, and what it would have held."""
     from prefetcher.config import parse_bytes
@@ -246,6 +249,7 @@ def replay(
         map=map_,
         tz=tz,
         strict=strict,
+        hints=hints,
         **sizes,
     )
 
@@ -290,6 +294,8 @@ def compile_() -> None:
 
 
 add_commands(app)
+add_job_commands(app)
+add_predictor_commands(app)
 
 
 def _check_folder(out: Path) -> None:

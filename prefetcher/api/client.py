@@ -14,7 +14,7 @@ from prefetcher.core.types import NAME_LIMIT_BYTES
 from prefetcher.errors import ModelNotFoundError, PrefetcherError, UnavailableError, UsageError, shortened
 from prefetcher.secrets import problem_of_address, without_secrets
 
-__all__ = ["act", "get", "post"]
+__all__ = ["act", "delete", "get", "post"]
 
 _TIMEOUT_S = 15.0
 _KEY_VARIABLE = "PREFETCHER_KEY"
@@ -25,8 +25,13 @@ def get(url: str, path: str) -> Any:
     return _ask(url, path, "GET")
 
 
-def post(url: str, path: str) -> Any:
-    """The answer of a POST without a body. `path` is quoted already.
+def delete(url: str, path: str) -> None:
+    """A DELETE. `path` is quoted already. Raises as `post`."""
+    _ask(url, path, "DELETE")
+
+
+def post(url: str, path: str, body: Any = None) -> Any:
+    """The answer of a POST, with `body` as JSON where there is one. `path` is quoted already.
 
     Raises:
         UsageError: the address or the key is none, or the address asks for a key.
@@ -34,7 +39,7 @@ def post(url: str, path: str) -> Any:
         ModelNotFoundError: no such model there.
         PrefetcherError: refused, with the reason.
     """
-    return _ask(url, path, "POST")
+    return _ask(url, path, "POST", body)
 
 
 def act(url: str, act: str, model: str) -> Any:
@@ -50,19 +55,24 @@ def act(url: str, act: str, model: str) -> Any:
         raise ModelNotFoundError(unknown if str(exc).startswith("no such address") else str(exc), model=model) from exc
 
 
-def _ask(url: str, path: str, method: str) -> Any:
+def _ask(url: str, path: str, method: str, body: Any = None) -> Any:
     _check_address(url)
-    request = urllib.request.Request(url.rstrip("/") + path, method=method)
+    sent = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url.rstrip("/") + path, data=sent, method=method)
+    if sent is not None:
+        request.add_header("Content-Type", "application/json")
     key = _key()
     if key:
         request.add_header("X-Api-Key", key)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_TIMEOUT_S) as answer:
-            return json.load(answer)
+            return json.load(answer) if answer.status != 204 else None
     except urllib.error.HTTPError as exc:
         with exc:
             detail = _detail(exc)
+        if exc.code == 400:
+            raise UsageError(detail) from exc
         if exc.code == 401:
             raise UsageError(f"{detail}; set {_KEY_VARIABLE} to a key with role operator") from exc
         if exc.code == 404:
@@ -100,6 +110,8 @@ def _key() -> str:
 
 def _detail(error: urllib.error.HTTPError) -> str:
     try:
-        return str(json.load(error)["detail"])
+        found = json.load(error)
+        fields = "; ".join(f"{one['field']}: {one['reason']}" for one in found.get("errors", []))
+        return f"{found['detail']}: {fields}" if fields else str(found["detail"])
     except (ValueError, KeyError, TypeError):
         return f"{error.code} {error.reason}"

@@ -15,6 +15,7 @@ from prefetcher import __version__
 from prefetcher.api.act_routes import add_acts
 from prefetcher.api.cors import CrossOrigin
 from prefetcher.api.intake_routes import add_hints, add_requests
+from prefetcher.api.job_routes import add_jobs
 from prefetcher.api.keys import Access
 from prefetcher.api.messages import HealthAnswer, Problem
 from prefetcher.api.problems import PROBLEMS, BodyLimit, explain_errors, problem
@@ -41,6 +42,7 @@ def make_endpoint(service: Service, body_limit_bytes: int, access: Access | None
     add_hints(app, service, access)
     add_questions(app, service, access)
     add_acts(app, service, access)
+    add_jobs(app, service, access)
     _add_health(app, service)
     _describe(app)
     return app

@@ -15,7 +15,8 @@ import msgspec
 from prefetcher.api.by_hand import ByHand, NodeByHand
 from prefetcher.api.fleet import Fleet
 from prefetcher.api.hints import HintDesk
-from prefetcher.clock import Clock
+from prefetcher.api.jobs import JobDesk, ScheduleDesk
+from prefetcher.clock import Clock, SystemClock
 from prefetcher.config import ApiSettings
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName, RequestSeen
@@ -70,6 +71,9 @@ class Service:
         self.fleet = Fleet(quick_state or state, clock, node)
         self.hints = HintDesk(writer, quick_state or state, self.fleet, clock, self.settings.hints_in_flight, user_hash)
         self.by_hand = ByHand(node, group, own, reach, state, self.fleet, clock, metrics, wake)
+        #: Jobs run by the machine's own clock.
+        self.jobs = JobDesk(state, clock if clock.speed == 1.0 else SystemClock())
+        self.schedules = ScheduleDesk(state, self.fleet, clock, wake)
         self._writer = writer
         self._state = state
         self._own = own

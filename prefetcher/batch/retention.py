@@ -1,4 +1,4 @@
-"""Jobs that let go of what was kept long enough: users nobody heard of, hours of history."""
+"""Jobs that look after what is kept: hours of history put together by day, and what was kept long enough let go."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
+from prefetcher.batch.scheduler import Did, Run
 from prefetcher.clock import Clock
 from prefetcher.errors import UnavailableError
+from prefetcher.ingest.history import compact_day
 from prefetcher.ingest.tables import TablesReader
 
-__all__ = ["forget_idle_users", "remove_old_history"]
+__all__ = ["compact_history", "forget_idle_users", "remove_old_history"]
+
+#: A day that ended less than this ago may still get hours: the ingest writes them some three hours after their time.
+_SETTLED_S = 6 * 3600.0
 
 
-def forget_idle_users(tables: TablesReader, clock: Clock, keep_s: float) -> str:
+def forget_idle_users(tables: TablesReader, clock: Clock, keep_s: float) -> Did:
     """Forgets users whose last request is older than `keep_s`; says how many.
 
     Raises:
@@ -24,22 +29,37 @@ def forget_idle_users(tables: TablesReader, clock: Clock, keep_s: float) -> str:
         count = tables.forget_idle(clock.now_s() - keep_s)
     except RedisError as exc:
         raise UnavailableError(f"the state server does not answer: {exc}") from exc
-    return f"{count} users forgotten" if count else ""
+    return Did(count, f"{count} users forgotten" if count else "")
 
 
-def remove_old_history(folder: Path, clock: Clock, keep_s: float) -> str:
+def remove_old_history(folder: Path, clock: Clock, keep_s: float) -> Did:
     """Removes days of history that ended longer ago than `keep_s`; says how many files."""
     last = datetime.fromtimestamp(clock.now_s() - keep_s, UTC).date()
     count = 0
     for day in folder.glob("partition=*/date=*"):
-        try:
-            old = date.fromisoformat(day.name.removeprefix("date=")) < last
-        except ValueError:
-            continue
-        if old:
+        when = _date_of(day)
+        if when is not None and when < last:
             for file in day.glob("*.parquet"):
                 file.unlink(missing_ok=True)
                 count += 1
             if not any(day.iterdir()):
                 day.rmdir()
-    return f"{count} hours of history removed" if count else ""
+    return Did(count, f"{count} files of history removed" if count else "")
+
+
+def compact_history(run: Run, folder: Path, clock: Clock) -> Did:
+    """Puts the hours of days that are over into one file each; says how many hours."""
+    settled = datetime.fromtimestamp(clock.now_s() - _SETTLED_S, UTC).date()
+    days = [day for day in sorted(folder.glob("partition=*/date=*")) if (when := _date_of(day)) is not None and when < settled]
+    hours = 0
+    for number, day in enumerate(days):
+        run.at(number, len(days), day.name)
+        hours += compact_day(day)
+    return Did(hours, f"{hours} hours of history put together" if hours else "")
+
+
+def _date_of(day: Path) -> date | None:
+    try:
+        return date.fromisoformat(day.name.removeprefix("date="))
+    except ValueError:
+        return None

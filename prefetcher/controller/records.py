@@ -18,7 +18,7 @@
 | `prefetcher:{controller}:schedules` | JSON object: name to `core.schedules.Schedule` of a batch job | endpoint | never |
 | `prefetcher:{jobs}:known` | list of `batch.runs.JobAbout`: the jobs, when each is due, and its rules | scheduler | never |
 | `prefetcher:{jobs}:schedulers` | sorted set: scheduler, when it looked for work last | scheduler | never; read for 10 s |
-| `prefetcher:{job/J}:record` | `batch.runs.JobRecord` of job J: what runs, the last `batch.runs.RUNS_KEPT` runs, what was due | scheduler | never |
+| `prefetcher:{job/J}:record` | `batch.runs.JobRecord` of job J: what runs, the last runs, what was due | scheduler | never |
 | `prefetcher:{job/J}:lease` | who runs job J | scheduler | `batch.scheduler.LEASE_S` after a renewal |
 | `prefetcher:{job/J}:number` | counter of runs of job J; the number is the run's fence | scheduler | never |
 | `prefetcher:{job/J}:fence` | number of the run that wrote last; a lower one is refused | scheduler | never |
@@ -54,6 +54,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from prefetcher.core.schedules import Schedule
 from prefetcher.core.types import NodeName, Plan, RequestSeen
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "decode_pins",
     "decode_plan",
     "decode_report",
+    "decode_schedules",
     "decode_switch",
     "encode",
     "group_key",
@@ -181,6 +183,14 @@ def decode_pins(raw: bytes | None) -> dict[str, Pin]:
     """Pins by model name; those of older versions have no end. Raises ValueError for something else."""
     found = {} if raw is None else decode(raw, _pins)
     return found if isinstance(found, dict) else {name: Pin() for name in found}
+
+
+_schedules = msgspec.json.Decoder(dict[str, Schedule])
+
+
+def decode_schedules(raw: bytes | None) -> dict[str, Schedule]:
+    """Batch schedules by name. Raises ValueError for something else."""
+    return {} if raw is None else decode(raw, _schedules)
 
 
 class ByHand(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""Closed hours as parquet: `partition=P/date=YYYY-MM-DD/hour=HH.parquet`, rows by minute and model.
+"""Closed hours as parquet: `partition=P/date=YYYY-MM-DD/hour=HH.parquet`, rows by minute and model; of days that are over `day.parquet`.
 
 An hour may be written any number of times: counts of a closed minute only ever were incomplete, never too high, so a file takes the larger
 of what it holds and what is written. A crash between the file and the deletion of the minutes elsewhere changes nothing. Covers no deciding
@@ -15,10 +15,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-__all__ = ["MINUTES_AN_HOUR", "hour_path", "read_hour", "read_hours", "write_hour"]
+__all__ = ["MINUTES_AN_HOUR", "compact_day", "hour_path", "read_hour", "read_hours", "write_hour"]
 
 MINUTES_AN_HOUR = 60
 _SCHEMA = pa.schema([("minute", pa.int32()), ("model", pa.string()), ("rows", pa.int64())])
+
+_DAY = "day.parquet"
 
 #: Minute since 1970 -> model -> rows.
 MinuteRows = Mapping[int, Mapping[str, int]]
@@ -40,10 +42,45 @@ def write_hour(folder: Path, partition: int, hour: int, counts: MinuteRows) -> P
     # Whoever else wrote this hour had its file in place before it deleted what `counts` may lack: the file is read after them.
     merged = {minute: dict(models) for minute, models in counts.items()}
     if path.exists():
-        for minute, models in read_hour(path).items():
-            ours = merged.setdefault(minute, {})
-            for model, rows in models.items():
-                ours[model] = max(rows, ours.get(model, 0))
+        _merge(merged, read_hour(path))
+    _write(path, merged)
+    return path
+
+
+def compact_day(folder: Path) -> int:
+    """Puts the hours of a day's `folder` into its one file, by the same rule as hours are merged, and removes them; how many there were.
+
+    A crash in between leaves both, which says the same. Raises OSError as `write_hour`.
+    """
+    hours = {path: path.stat() for path in sorted(folder.glob("hour=*.parquet"))}
+    if not hours:
+        return 0
+    _write(folder / _DAY, _read_day(folder))
+    for path, before in hours.items():
+        now = path.stat()
+        # One that somebody wrote anew meanwhile stays for the next time.
+        if (now.st_ino, now.st_mtime_ns) == (before.st_ino, before.st_mtime_ns):
+            path.unlink()
+    return len(hours)
+
+
+def _read_day(folder: Path) -> dict[int, dict[str, int]]:
+    """Everything that is kept of a day: of what stands in two files, the larger counts."""
+    found: dict[int, dict[str, int]] = {}
+    for path in [*sorted(folder.glob("hour=*.parquet")), *folder.glob(_DAY)]:
+        _merge(found, read_hour(path))
+    return found
+
+
+def _merge(into: dict[int, dict[str, int]], counts: MinuteRows) -> None:
+    for minute, models in counts.items():
+        ours = into.setdefault(minute, {})
+        for model, rows in models.items():
+            ours[model] = max(rows, ours.get(model, 0))
+
+
+def _write(path: Path, merged: MinuteRows) -> None:
+    """Writes a file; it is on the disk, whole, when this returns."""
     cells = sorted((minute, model, rows) for minute, models in merged.items() for model, rows in models.items())
     columns = [[cell[i] for cell in cells] for i in range(3)]
     table = pa.table([pa.array(column, kind.type) for column, kind in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA)
@@ -63,7 +100,6 @@ def write_hour(folder: Path, partition: int, hour: int, counts: MinuteRows) -> P
         os.fsync(directory)
     finally:
         os.close(directory)
-    return path
 
 
 def read_hour(path: Path) -> dict[int, dict[str, int]]:
@@ -78,7 +114,7 @@ def read_hour(path: Path) -> dict[int, dict[str, int]]:
 
 def read_hours(folder: Path) -> Iterator[tuple[int, int, dict[str, int]]]:
     """(partition, minute, rows by model) of everything that is kept."""
-    for path in sorted(folder.glob("partition=*/date=*/hour=*.parquet")):
-        partition = int(path.parts[-3].removeprefix("partition="))
-        for minute, models in read_hour(path).items():
+    for day in sorted(folder.glob("partition=*/date=*")):
+        partition = int(day.parts[-2].removeprefix("partition="))
+        for minute, models in sorted(_read_day(day).items()):
             yield partition, minute, models

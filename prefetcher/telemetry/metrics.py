@@ -69,6 +69,13 @@ class Metrics:
             registry=registry,
         )
         self.jobs = Counter("prefetcher_jobs_total", "Scheduled jobs, by what came of them.", ["job", "result"], registry=registry)
+        self.job_time = Histogram(
+            "prefetcher_job_seconds", "Time of runs of jobs that ended by themselves.", ["job"], registry=registry, buckets=_WAIT_BUCKETS
+        )
+        self.job_age = Gauge(
+            "prefetcher_job_success_age_seconds", "Time since a job did its work; NaN before the first.", ["job"], registry=registry
+        )
+        self.jobs_overdue = Gauge("prefetcher_job_overdue", "1 while a run here takes longer than its time.", ["job"], registry=registry)
         self.lag = Gauge("prefetcher_stream_lag_bytes", "Requests not yet learned from; NaN where no controller leads.", registry=registry)
         self.lag.set(float("nan"))
         self.ingest_records = Counter("prefetcher_ingest_records_total", "Records of the requests topic.", ["result"], registry=registry)
