@@ -21,10 +21,11 @@ from pydantic_settings import BaseSettings, InitSettingsSource, SettingsConfigDi
 from pydantic_settings import PydanticBaseSettingsSource as Source
 
 from prefetcher.errors import SettingsError, shortened
-from prefetcher.secrets import problem_of_address, without_secrets
+from prefetcher.secrets import problem_of_address, problem_of_place, without_secrets
 
 __all__ = [
     "ApiSettings",
+    "ArtifactSettings",
     "ClockSettings",
     "DecisionSettings",
     "KafkaSettings",
@@ -33,6 +34,7 @@ __all__ = [
     "Settings",
     "StateSettings",
     "StreamSettings",
+    "artifacts_place",
     "load_settings",
     "parse_bytes",
 ]
@@ -64,7 +66,9 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 #: Names, also mistyped ones, of what is no message's business; brokers may have been given with a password, as in an address.
-_SECRET_NAME = re.compile(r"pass|pwd|secret|token|key|url|broker|username", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"pass|pwd|secret|token|key|url|broker|username|artifacts\.path", re.IGNORECASE)
+#: Settings whose values may be addresses: shown without what may be a password.
+_ADDRESSES = ("state.url", "artifacts.path")
 _STATE_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
@@ -73,6 +77,12 @@ def _state_address(url: str) -> str:
     if problem:
         raise ValueError(f"this is no address of a state server: {problem}; write redis://host:port/0")
     return url
+
+
+def _artifact_place(place: str) -> str:
+    if problem := problem_of_place(place):
+        raise ValueError(problem)
+    return place
 
 
 def _no_password(brokers: str) -> str:
@@ -87,6 +97,7 @@ def _no_password(brokers: str) -> str:
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 StateAddress = Annotated[str, AfterValidator(_state_address)]
 Brokers = Annotated[str, AfterValidator(_no_password)]
+ArtifactPlace = Annotated[str, AfterValidator(_artifact_place)]
 
 
 class _Group(BaseModel):
@@ -124,6 +135,7 @@ class DecisionSettings(_Group):
     hold_s: float = Field(default=600.0, gt=0, description="how long a prefetch may stay unused")
     observe: bool = Field(default=False, description="decide and log, load nothing")
     control_ratio: float = Field(default=0.03, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch")
+    batch_ratio: float = Field(default=0.5, gt=0, le=1, description="share of a node's memory that batch schedules may take at a time")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the control group and of fits")
 
 
@@ -148,6 +160,16 @@ class StateSettings(_Group):
     users_keep_s: float = Field(default=2_592_000.0, gt=0, description="how long users are kept (hashed) after their last request")
     history_keep_s: float = Field(default=34_560_000.0, gt=0, description="how long hours of request counts are kept")
     snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of what was learned")
+
+
+class ArtifactSettings(_Group):
+    """Where what was fitted is kept, in versions."""
+
+    path: ArtifactPlace | None = Field(
+        default=None,
+        description="a folder, or s3://bucket/folder, gs://… or az://account/container/folder; without it, `artifacts` in the state folder",
+    )
+    keep: int = Field(default=7, ge=1, le=1_000, description="versions kept of each")
 
 
 class StreamSettings(_Group):
@@ -214,6 +236,7 @@ class Settings(BaseSettings):
     decision: DecisionSettings = Field(default_factory=DecisionSettings)
     api: ApiSettings = Field(default_factory=ApiSettings)
     state: StateSettings = Field(default_factory=StateSettings)
+    artifacts: ArtifactSettings = Field(default_factory=ArtifactSettings)
     stream: StreamSettings = Field(default_factory=StreamSettings)
     kafka: KafkaSettings = Field(default_factory=KafkaSettings)
     log: LogSettings = Field(default_factory=LogSettings)
@@ -306,6 +329,13 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path} is not TOML: {exc}; write a table for each group, as [node] host_bytes = '8GB'") from exc
 
 
+def artifacts_place(settings: Settings) -> str:
+    """The folder or address of artifacts: as it is set, else a folder in the state folder."""
+    if settings.artifacts.path is not None:
+        return settings.artifacts.path if "://" in settings.artifacts.path else str(Path(settings.artifacts.path).expanduser().absolute())
+    return str(settings.state.dir.expanduser().absolute() / "artifacts")
+
+
 def shown(settings: Settings) -> dict[str, str]:
     """Every setting's value by variable, as it may be shown: passwords are hidden."""
     values: dict[str, str] = {}
@@ -314,5 +344,5 @@ def shown(settings: Settings) -> dict[str, str]:
         for name in type(inner).model_fields:
             value = getattr(inner, name)
             text = "" if value is None else str(value)
-            values[f"{PREFIX}{group}__{name}".upper()] = without_secrets(text) if f"{group}.{name}" == "state.url" else text
+            values[f"{PREFIX}{group}__{name}".upper()] = without_secrets(text) if f"{group}.{name}" in _ADDRESSES else text
     return values

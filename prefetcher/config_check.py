@@ -14,10 +14,11 @@ from prefetcher.agent.hostfolder import check_lock
 from prefetcher.api.keys import Access
 from prefetcher.app import kafka_options
 from prefetcher.clock import SystemClock
-from prefetcher.config import Settings, shown
-from prefetcher.errors import PrefetcherError
+from prefetcher.config import Settings, artifacts_place, shown
+from prefetcher.errors import PrefetcherError, UsageError
 from prefetcher.replay.maps import parse_map
 from prefetcher.replay.times import TimeReader
+from prefetcher_connectors.artifact_store import ArtifactStore
 from prefetcher_connectors.kafka import KafkaStreams
 from prefetcher_connectors.redis import RedisState
 
@@ -72,17 +73,26 @@ def _of_this_machine(settings: Settings) -> list[str]:
         found.append(f"PREFETCHER_NODE__HOST_BYTES is {settings.node.host_bytes}, this machine has {memory} bytes of memory")
     if settings.stream.follow is not None and not settings.stream.follow.exists():
         found.append(f"nothing to follow at {settings.stream.follow} (PREFETCHER_STREAM__FOLLOW)")
-    return [*found, _of_folder(settings.state.dir.expanduser().absolute()), _refusal("", lambda: _lock(settings))]
+    found += [_of_folder(settings.state.dir.expanduser().absolute(), "PREFETCHER_STATE__DIR"), _refusal("", lambda: _lock(settings))]
+    return [*found, _refusal("PREFETCHER_ARTIFACTS__PATH: ", lambda: _ask_artifacts(settings))]
 
 
-def _of_folder(folder: Path) -> str:
+def _of_folder(folder: Path, variable: str) -> str:
     """'' or why nothing can be kept there; it is made when a role starts."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
-        return f"{there} is a file, so {folder} can't be a folder (PREFETCHER_STATE__DIR); name another one"
+        return f"{there} is a file, so {folder} can't be a folder ({variable}); name another one"
     if not os.access(there, os.W_OK | os.X_OK):
-        return f"{there} can't be written to (PREFETCHER_STATE__DIR is {folder}); name another folder"
+        return f"{there} can't be written to ({variable} is {folder}); name another folder"
     return ""
+
+
+def _ask_artifacts(settings: Settings) -> None:
+    """Looks what is there; a folder that is none yet is made with the first artifact."""
+    place = artifacts_place(settings)
+    if "://" not in place and (problem := _of_folder(Path(place), "PREFETCHER_ARTIFACTS__PATH")):
+        raise UsageError(problem)
+    ArtifactStore(place).names()
 
 
 def _lock(settings: Settings) -> None:

@@ -16,6 +16,7 @@
     │   ├── UnavailableError       a server, agent or controller does not answer
     │   └── RateLimitedError       too many requests from one source
     └── PredictorError             a predictor failed; the caller falls back and counts it
+        └── ArtifactError          what was fitted is missing, damaged, foreign or not understood, or can't be published
 
 A message names the thing, what was expected, what was found, and what to do.
 """
@@ -23,6 +24,7 @@ A message names the thing, what was expected, what was found, and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "ArtifactError",
     "BudgetError",
     "InputError",
     "IntegrityError",
@@ -132,3 +134,15 @@ class PredictorError(PrefetcherError):
     def __init__(self, message: str, *, predictor: str = "") -> None:
         super().__init__(message)
         self.predictor = predictor
+
+
+class ArtifactError(PredictorError):
+    """What was fitted can't be taken or published.
+
+    `kind`: missing, damaged, foreign or incompatible. `refused`: the versions that were looked at, as the store tells them.
+    """
+
+    def __init__(self, message: str, *, kind: str = "incompatible", predictor: str = "", refused: tuple[object, ...] = ()) -> None:
+        super().__init__(message, predictor=predictor)
+        self.kind = kind
+        self.refused = refused

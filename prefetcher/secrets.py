@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-__all__ = ["HIDDEN", "problem_of_address", "without_secrets"]
+__all__ = ["HIDDEN", "problem_of_address", "problem_of_place", "without_secrets"]
 
 HIDDEN = "***"
+#: Schemes of object stores, with what stands behind the two slashes.
+_STORES = {"s3": "bucket", "gs": "bucket", "az": "account/container"}
 
 
 def without_secrets(address: str) -> str:
@@ -41,3 +43,21 @@ def problem_of_address(address: str) -> str:
     if parts.netloc and "@" in parts.path + parts.query + parts.fragment:
         return "an @ stands after its host; in a name or password write @, /, ? and # as %40, %2F, %3F and %23"
     return "" if port != 0 else "its port is 0"
+
+
+def problem_of_place(place: str) -> str:
+    """'' or why nothing can be kept at `place`: a path, file:// or the address of an object store."""
+    scheme, mark, rest = place.partition("://")
+    if not mark:
+        return "" if place.strip() and "\0" not in place else "it is empty"
+    if scheme == "file":
+        return "" if rest.startswith("/") else "a file:// address has a whole path, as file:///var/lib/prefetcher"
+    if scheme not in _STORES:
+        return f"its scheme is none of {', '.join(f'{known}://' for known in ('file', *_STORES))}"
+    if "@" in rest or "?" in rest or "#" in rest:
+        return "credentials are no part of it: a store takes them from its cloud's variables, as AWS_ACCESS_KEY_ID"
+    parts = rest.split("/")
+    wanted = _STORES[scheme].count("/") + 1
+    if len([part for part in parts[:wanted] if part]) < wanted or ".." in parts:
+        return f"write {scheme}://{_STORES[scheme]}/folder"
+    return ""
