@@ -54,6 +54,7 @@ from prefetcher_connectors.redis import HURRIED_S, PATIENT_S, EmbeddedServer, Re
 from prefetcher_connectors.streams import FileStreams
 
 if TYPE_CHECKING:
+    from prefetcher_models.feature_source import FeatureSource
     from prefetcher_models.hazard import Hazard
 
 __all__ = ["App", "Role"]
@@ -293,11 +294,16 @@ class App(Process):
         self._controller = controller = Controller(
             self._streams,
             self._state,
-            Learner(lambda: _predictor(decision.seed), decision.tick_s),
+            Learner(lambda: _predictor(decision.seed), decision.tick_s, _feature_sources),
             self.clock,
             self.metrics,
             ControllerOptions(
-                () if agent is None else (self._node,), decision.price, decision.tick_s, decision.hold_s, self._settings.state.snapshot_s
+                () if agent is None else (self._node,),
+                decision.price,
+                decision.tick_s,
+                decision.hold_s,
+                self._settings.state.snapshot_s,
+                decision.batch_ratio,
             ),
             arm_of=group.arm,
             on_rows=self._rows_came,
@@ -497,7 +503,12 @@ def _clock(settings: Settings) -> Clock:
 def _predictor(seed: int) -> ScheduledPredictor:
     from prefetcher_models.hazard import Hazard, HazardSettings
 
-    return Hazard(HazardSettings(seed=seed))
+    return Hazard(HazardSettings(seed=seed), names=tuple(name for source in _feature_sources() for name in source.names))
+
+
+def _feature_sources() -> list[FeatureSource]:
+    """What adds columns to the hazard's features, each new: one learner's."""
+    return []
 
 
 def _check_machine(settings: Settings) -> None:

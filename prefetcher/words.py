@@ -20,6 +20,8 @@ _REASONS: dict[str, str] = {
     "too_large": "it is larger than --host-bytes",
     "does_not_fit": "it does not fit beside what is pinned",
     "hold": "nobody used it in its time",
+    "window": "the batch job's time was over",
+    "batch_ended": "only a batch job that is over asked for it",
     "room": "its memory was needed",
     "price": "holding it cost more than it saved",
     "asked": "evicted by hand",

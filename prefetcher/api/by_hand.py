@@ -246,8 +246,9 @@ class ByHand:
         keys = [records.SWITCH, *(records.node_key(node, "switch") for node in self._nodes())]
         if self._group:
             keys.append(records.group_key(self._group, "switch"))
-        looked_at = [records.PINS, *keys]
-        raw_pins, *switches = self._remembered.look(looked_at, self._state.read_many(looked_at))
+        # Of schedules only that they are not lost.
+        looked_at = [records.PINS, records.SCHEDULES, *keys]
+        raw_pins, _, *switches = self._remembered.look(looked_at, self._state.read_many(looked_at))
         pins = self._read_pins(raw_pins)
         if pins is not None:
             self._look_after_pins(pins, now_s)

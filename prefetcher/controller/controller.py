@@ -19,6 +19,7 @@ import numpy as np
 
 from prefetcher.clock import Clock
 from prefetcher.controller import records
+from prefetcher.controller.batch_windows import BatchWindows
 from prefetcher.controller.intake import Came, Intake
 from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.nodes import Nodes
@@ -59,6 +60,7 @@ class ControllerOptions:
     tick_s: float
     hold_s: float
     snapshot_s: float
+    batch_ratio: float = 0.5
 
 
 class Controller:
@@ -95,6 +97,7 @@ class Controller:
         self._intake: Intake | None = None
         self._wanted: set[str] = set()
         self._nodes = Nodes(state, options.nodes)
+        self._batch = BatchWindows(state, options.batch_ratio, options.tick_s)
         self._past: dict[NodeName, dict[str, PastOrder]] = {}
         self._next_tick_s = -np.inf
         self._next_snapshot_s = -np.inf
@@ -165,7 +168,7 @@ class Controller:
         """Steps until `stop`, then saves. Streams or a state store that are away are waited out."""
         away = False
         while not stop.is_set() and not self.deposed:
-            due_s = (min(self._next_tick_s, self._hint_due_s) - self._clock.now_s()) / self._clock.speed
+            due_s = (min(self._next_tick_s, self._hint_due_s, self._batch.due_s) - self._clock.now_s()) / self._clock.speed
             try:
                 self.step(max(0.0, min(due_s, _IDLE_S)))
                 away = False
@@ -202,6 +205,8 @@ class Controller:
         self._mind_the_clock(self._clock.now_s())
         if self._clock.now_s() >= self._next_tick_s:
             self._wanted.add("tick")
+        elif self._clock.now_s() >= self._batch.due_s:
+            self._wanted.add("batch")
         if "tick" in self._wanted or not self._nodes.reports:
             # Before anything is taken in: from there to the plans nothing can fail halfway. A tick that comes while the streams are
             # waited for is the next step's.
@@ -300,13 +305,13 @@ class Controller:
         return self._nodes.home(model, ordered)
 
     def _expected(self, node: NodeName, now_s: float) -> dict[str, Expected]:
-        """What hints say about the models that this node is to bring."""
+        """What hints and batch schedules say about the models that this node is to bring."""
         found = {}
         for model in self._hints.models():
             said = self._hints.expected(model, now_s)
             if said is not None and self._home(model) == node:
                 found[model] = said
-        return found
+        return self._batch.expected(node, found, now_s)
 
     # --- nodes and their shadow caches ---
 
@@ -353,6 +358,8 @@ class Controller:
         nodes = self._nodes.names
         if wanted == {"hint"}:
             nodes = list(dict.fromkeys(home for model in sorted(self._hinted) if (home := self._home(model)) is not None))
+        else:
+            self._batch.look()
         for node in nodes:
             self.plan(node, "tick" if "tick" in wanted else sorted(wanted)[0])
         self._hinted.clear()
@@ -442,6 +449,7 @@ class Controller:
         self._close_past(past, report, now_s)
         self._revision += 1
         self._switched_on = switch.on
+        batch = self._batch.at(node, report, lambda model: self._home(model) == node, now_s)
         expected = self._expected(node, now_s)
         given = Given(
             now_s=now_s,
@@ -457,6 +465,7 @@ class Controller:
             last_row_s=self._learner.last_row_s,
             new_id=lambda: DecisionId(uuid.uuid4().hex[:16]),
             expected=expected,
+            batch=batch,
         )
         self._tell_catalog(node)
         outlook, worth = self._worth(report, now_s, expected)

@@ -17,6 +17,7 @@ from prefetcher.controller.records import NodeReport
 from prefetcher.core.hints import Expected
 from prefetcher.core.planner import choose_victims, outbids
 from prefetcher.core.ranking import WAITING_PRIOR_LOADS
+from prefetcher.core.schedules import Needs
 from prefetcher.core.shadow_caches import Outlook
 from prefetcher.core.types import (
     HORIZONS_S,
@@ -40,6 +41,8 @@ Floats = npt.NDArray[np.float64]
 
 #: A prefetch that went unused comes back only for a row of its model, or for a score this many times its last one.
 SECOND_CHANCE = 2.0
+#: The index of what batch held and has no need of any more: it goes whatever a held byte costs.
+RELEASED = -1.0
 #: Candidates tried when the best ones do not outbid their victims.
 CANDIDATES = 4
 
@@ -71,6 +74,8 @@ class Given:
     last_row_s: Callable[[str], float]
     new_id: Callable[[], DecisionId]
     expected: Mapping[str, Expected] = field(default_factory=dict)
+    #: What batch schedules need; their models are in `expected` too.
+    batch: Needs = field(default_factory=Needs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +150,12 @@ def make_plan(report: NodeReport, outlook: Outlook, worth: Worth, given: Given) 
     chooser = _Chooser(report, outlook, worth, given, price)
     carried = chooser.carried()
     new = chooser.choose(len(carried))
+    released = {h.model for h in report.held if h.cause == Cause.BATCH.value} - set(given.batch.models) - given.pinned
     order_of = {str(order.key.model): order for order, _ in new} | {str(order.key.model): order for order in carried}
     desired = tuple(
         DesiredWeights(
             key=WeightsKey(ModelName(k.model), ModelVersion(k.version)),
-            index=float(worth.keep[i]),
+            index=RELEASED if k.model in released else float(worth.keep[i]),
             rate_per_s=float(worth.rows_per_s[i]),
             pinned=k.model in given.pinned,
             order=order_of.get(k.model),
@@ -157,7 +163,7 @@ def make_plan(report: NodeReport, outlook: Outlook, worth: Worth, given: Given) 
         )
         for i, k in sorted(enumerate(known), key=lambda pair: -worth.keep[pair[0]])
         # Of a model without a row the log knows nothing; the node ranks it by its own last use.
-        if (worth.keep[i] > 0.0 and given.prefetching) or k.model in given.pinned
+        if (worth.keep[i] > 0.0 and given.prefetching) or k.model in given.pinned or k.model in released
     )
     plan = Plan(
         node=NodeName(report.node),
@@ -199,6 +205,8 @@ class _Chooser:
             past = self._given.past.get(known.model)
             if past is None or past.ended or past.order.key.version != known.version:
                 continue
+            if past.order.cause is Cause.BATCH and known.model not in self._given.batch.models:
+                continue
             held = self._held.get(known.model)
             on_its_way = held is not None and held.decision_id == past.order.decision_id
             may = fetches or self._worth.hint_per_s[i] > 0.0
@@ -223,6 +231,9 @@ class _Chooser:
                 continue
             rate, hinted = float(self._worth.fetch_per_s[i]), self._worth.hint_per_s[i] > 0.0
             if rate <= 0.0 or (self._worth.fetch is None and not hinted):
+                continue
+            if not hinted and given.last_row_s(known.model) <= given.batch.ended.get(known.model, -np.inf):
+                self._skip("batch_ended")
                 continue
             if known.bytes > self._report.memory.budget_bytes:
                 self._skip("does_not_fit")
@@ -250,12 +261,17 @@ class _Chooser:
             self._skip("expert_without_prefetch")
             return []
         margin = self._outlook.policy.margin
-        if report.busy_ratio >= self._outlook.policy.busy_ratio:
+        busy = report.busy_ratio >= self._outlook.policy.busy_ratio
+        if busy:
             self._skip("link_busy")
-            return []
+            if not given.batch.models:
+                return []
         candidates = self._candidates(
             past.order.key.model for past in given.past.values() if not past.ended and past.order.deadline_s > given.now_s
         )
+        if busy:
+            # A batch job begins at its time, however busy the link is; requests go first there all the same.
+            candidates = [(score, i) for score, i in candidates if report.known[i].model in given.batch.models]
         free = float(report.memory.budget_bytes - report.memory.taken_bytes) - self._promised_bytes
         link_left_s = given.tick_s * (1.0 - report.busy_ratio) - self._promised_s
         stays = np.array(
@@ -299,22 +315,24 @@ class _Chooser:
         rate = float(self._worth.fetch_per_s[i])
         load_s = mean_load_s(float(self._link_s[i]), self._report.recent_wait_s)
         hint_s = float(self._worth.hint_per_s[i])
-        said = given.expected.get(known.model) if hint_s >= rate else None
+        said = given.expected.get(known.model) if hint_s >= rate or known.model in given.batch.models else None
         if said is not None:
             expected_s, hold_s = said.at_s, said.until_s - given.now_s
         else:
             expected_s, hold_s = given.now_s + min(1.0 / rate, HORIZONS_S[-1]), given.hold_s
+        cause = Cause.FORECAST if said is None else Cause.BATCH if known.model in given.batch.models else Cause.HINT
         return Order(
             decision_id=given.new_id(),
             node=NodeName(self._report.node),
             key=WeightsKey(ModelName(known.model), ModelVersion(known.version)),
             tier=Tier.HOST,
-            cause=Cause.FORECAST if said is None else Cause.HINT,
-            arm=given.arm,
+            cause=cause,
+            # What people schedule is no part of the experiment.
+            arm=Arm.TREATED if cause is Cause.BATCH else given.arm,
             issued_s=given.now_s,
             expected_use_s=expected_s,
             # It must begin within its hold, and a link that is free needs no longer than a few loads to get to it.
             deadline_s=given.now_s + max(hold_s, 4.0 * load_s),
             hold_s=hold_s,
-            contributions=self._outlook.parts if said is None else (("hint", 1.0),),
+            contributions=self._outlook.parts if said is None else ((cause.value, 1.0),),
         )

@@ -76,6 +76,7 @@ class Evicted(StrEnum):
 
     ROOM = "room"  # something worth more needed the memory
     HOLD = "hold"  # a prefetch that nobody used within its hold
+    WINDOW = "window"  # the time of the batch job that it was loaded for is over
     PRICE = "price"  # a held byte saves less than it costs
     VERSION = "version"  # a newer version serves
     ASKED = "asked"  # by hand

@@ -418,8 +418,11 @@ class ResidencyMachine:
         tier, now_s = copy.tier, self._now_s
         if copy.stage is Stage.READY:
             held_out = copy.hold_until_s is not None and copy.hold_until_s <= now_s and not copy.used
-            if held_out and self.holdings.may_leave(weights, tier):
-                self.transfers.evict(weights, tier, Evicted.HOLD, now_s)
+            order = copy.order
+            batch_over = order is not None and order.cause is Cause.BATCH and order.issued_s + order.hold_s <= now_s
+            if (held_out or batch_over) and self.holdings.may_leave(weights, tier):
+                # What a batch job needed goes at its end, used or not.
+                self.transfers.evict(weights, tier, Evicted.WINDOW if batch_over else Evicted.HOLD, now_s)
             elif copy.bad or weights.retired:
                 self._let_go(weights, copy)
         elif copy.stage is Stage.PAUSED:

@@ -164,12 +164,13 @@ def needs(
     quota_bytes: float,
     spare_s: float,
     now_s: float,
+    leased: Mapping[str, int] | None = None,
 ) -> Needs:
     """What batch needs at one node at `now_s`.
 
     `here(schedule, model)`: whether this node is the one to have it; `sizes` (bytes) and `load_s` (measured) are of the models that the
-    node can load; `quota_bytes` is what it gives to batch at a time; `spare_s` is added to the lead for the queue. Of schedules that are open
-    at once the one that began first comes first, then by name.
+    node can load; `quota_bytes` is what it gives batch at a time; `spare_s` is added to the lead for the queue. Of schedules that are open
+    at once the one that began first comes first, then by name. `leased`: bytes by model that batch still has open there.
     """
     turns: list[Turn] = []
     waiting: dict[str, str] = {}
@@ -192,7 +193,8 @@ def needs(
                 waiting |= {model: "over_quota" for model in mine if sizes[model] > quota}
                 ended |= {model: turn.end_s for turn in cut if turn.end_s <= now_s for model in turn.models}
     found: dict[str, Need] = {}
-    taken = 0.0
+    of_turns = {model for turn in turns for model in turn.models}
+    taken = float(sum(size for model, size in (leased or {}).items() if model not in of_turns))
     for turn in sorted(turns, key=lambda t: (t.start_s, t.schedule)):
         at_s = max(now_s, turn.start_s)
         for model in turn.models:
