@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ def save_hazard(hazard: Hazard, path: Path) -> str:
     content: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
-        "features": list(FEATURE_NAMES),
+        "features": [*FEATURE_NAMES, *hazard.names],
         "horizons_s": list(HORIZONS_S),
         "settings": asdict(hazard.settings),
-        "fit": asdict(hazard.fit),
+        "fit": {name: value for name, value in asdict(hazard.fit).items() if name != "names"},
     }
     digest = _digest(content)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -51,8 +51,9 @@ def save_hazard(hazard: Hazard, path: Path) -> str:
     return digest
 
 
-def load_hazard(path: Path) -> Hazard:
-    """The hazard that was saved at `path`; it forecasts at once and learns on from nothing.
+def load_hazard(path: Path, names: tuple[str, ...] = ()) -> Hazard:
+    """The hazard that was saved at `path`; it forecasts at once and learns on from nothing. `names` are the columns beside the traffic
+    features that it will be given.
 
     Raises `PredictorError` for a file that is missing, damaged, of another kind, or made for other features or
     horizons.
@@ -67,10 +68,10 @@ def load_hazard(path: Path) -> Hazard:
         raise _refused(path, f"has version {content.get('version')}, expected {_VERSION}", "fit again")
     if content.pop("digest", None) != _digest(content):
         raise _refused(path, "is damaged: its content doesn't have the digest that it names", "restore it or fit again")
-    if content["features"] != list(FEATURE_NAMES) or content["horizons_s"] != list(HORIZONS_S):
+    if content["features"] != [*FEATURE_NAMES, *names] or content["horizons_s"] != list(HORIZONS_S):
         raise _refused(path, "was fitted on other features or horizons than this program's", "fit again")
     try:
-        return Hazard(_settings(content["settings"]), _fit(content["fit"]))
+        return Hazard(_settings(content["settings"]), replace(_fit(content["fit"]), names=names), names)
     except (KeyError, TypeError, ValueError) as error:
         raise _refused(path, f"lacks a part or has one too many ({error})", "fit again") from error
 

@@ -3,13 +3,14 @@ horizon.
 
 One set of trees serves all models, so that a model seen twice profits from what the others showed. A sample counts
 for a horizon only once that horizon is over, fits happen at times that the log alone decides, and the same rows in
-any blocks give the same bytes. LightGBM is imported at the first fit; evaluation needs only `trees`.
+any blocks give the same bytes. Columns of other sources (`sources`) stand behind the traffic features; which ones is
+part of a fit. LightGBM is imported at the first fit; evaluation needs only `trees`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from prefetcher.errors import PredictorError
 from prefetcher_models.calibration import calibration_line
 from prefetcher_models.predictor import FloatArray, Forecast, IntArray, checked, monotone, rate_probabilities, recent_rate
 from prefetcher_models.samples import EPOCH_S, SampleStore
+from prefetcher_models.sources import ABSENT
 from prefetcher_models.trees import DEPTH, Forest
 
 __all__ = ["ALL_HORIZONS", "Fit", "Hazard", "HazardSettings"]
@@ -58,7 +60,8 @@ class Fit:
     line (slope, offset).
 
     `from_s`, `until_s`, `rows`: the log that it was learned from. `scores`: by horizon in seconds, how the forecasts
-    before the last fit did on what came after them: samples, base rate, Brier score, log loss.
+    before the last fit did on what came after them: samples, base rate, Brier score, log loss. `names`: the columns
+    behind the traffic features that it was fitted with.
     """
 
     trees: tuple[tuple[str, ...], ...]
@@ -67,6 +70,7 @@ class Fit:
     until_s: float = -np.inf
     rows: int = 0
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
 
 _NO_FIT = Fit(trees=((),) * len(HORIZONS_S), lines=((1.0, 0.0),) * len(HORIZONS_S))
@@ -76,18 +80,23 @@ _MOST_EVIDENCE, _FEWEST_EVIDENCE = 8000, 500
 
 
 class Hazard:
-    """The pooled hazard as a predictor, see `predictor.Predictor`; from `fit`, it forecasts at once."""
+    """The pooled hazard as a predictor, see `predictor.Predictor`; from `fit`, it forecasts at once.
 
-    def __init__(self, settings: HazardSettings | None = None, fit: Fit = _NO_FIT) -> None:
+    `names` are the columns behind the traffic features in every block that it learns and in every row that it scores, F
+    features in all (`sources.Sources.widened`). Raises `PredictorError` for a fit with other ones.
+    """
+
+    def __init__(self, settings: HazardSettings | None = None, fit: Fit | None = None, names: tuple[str, ...] = ()) -> None:
         self.settings = settings or HazardSettings()
-        self._store = SampleStore(self.settings.seed, self.settings.samples)
+        self.names = names
+        self._store = SampleStore(self.settings.seed, self.settings.samples, len(FEATURE_NAMES) + len(names))
         self._origin_s = np.inf
         self._next_fit_s = np.inf
         self._fits = 0
         #: log-odds of the trees in force, and whether the model was then used: float64[k, 2] for each horizon
         self._evidence = [np.zeros((0, 2)) for _ in HORIZONS_S]
         self._fallbacks = {"no fit yet": 0, "horizon without a fit": 0}
-        self._take_over(fit)
+        self._take_over(fit if fit is not None else replace(_NO_FIT, names=names))
 
     @property
     def name(self) -> str:
@@ -131,20 +140,25 @@ class Hazard:
         return self._fit_all(now_s)
 
     def forecast(self, traffic: Traffic, now_s: float, models: IntArray | None = None) -> Forecast:
+        """See `Predictor.forecast`. Sources speak with blocks only: here their columns say nothing."""
         if not np.isfinite(now_s) or now_s < traffic.newest_s:
             raise PredictorError(f"{self.name}: asked at {now_s} s, but rows until {traffic.newest_s} s are known", predictor=self.name)
         which = np.arange(traffic.n_models) if models is None else np.asarray(models, dtype=np.int64)
         x = traffic.features(now_s, which)
         seen = np.isfinite(x[:, 0])
         p = np.zeros((len(which), len(HORIZONS_S)))
-        p[seen] = self.probabilities(np.ascontiguousarray(x[seen]), ALL_HORIZONS)
+        silent = np.full((np.count_nonzero(seen), len(self.names)), ABSENT)
+        p[seen] = self.probabilities(np.concatenate([x[seen], silent], axis=1), ALL_HORIZONS)
         fallback = "" if any(self._forests) else "no fit yet"
         return checked(Forecast(self.name, now_s, now_s, which, p, fallback))
 
     def probabilities(self, x: npt.NDArray[np.float32], horizons: tuple[int, ...]) -> FloatArray:
         """float64[n, len(horizons)]: P(used within each of these horizons, rising) for feature rows x float32[n, F]
-        of models that were used.
+        of models that were used. Raises `PredictorError` for rows of another width.
         """
+        width = len(FEATURE_NAMES) + len(self.names)
+        if x.shape[1] != width:
+            raise PredictorError(f"{self.name}: feature rows of {x.shape[1]} columns, expected {width}", predictor=self.name)
         out = np.empty((len(x), len(horizons)))
         rates: FloatArray | None = None
         for column, horizon in enumerate(horizons):
@@ -161,8 +175,10 @@ class Hazard:
     def snapshot(self) -> dict[str, np.ndarray]:
         fit = self._fit
         scores = [[float(h), *fit.scores[h].values()] for h in fit.scores]
+        names = {"names": _bytes(" ".join(self.names))} if self.names else {}
         return {
             "predictor": _bytes(self.name),
+            **names,
             "times": np.array([self._origin_s, self._next_fit_s, fit.from_s, fit.until_s]),
             "counts": np.array([fit.rows, self._fits, *self._fallbacks.values()], dtype=np.int64),
             "lines": np.array(fit.lines),
@@ -176,6 +192,7 @@ class Hazard:
         try:
             if bytes(snapshot["predictor"]) != self.name.encode():
                 raise PredictorError("a snapshot of another predictor", predictor=self.name)
+            names = tuple(bytes(snapshot["names"]).decode().split()) if "names" in snapshot else ()
             trees = tuple(
                 tuple(
                     bytes(snapshot[key]).decode() for i in range(len(snapshot)) if (key := f"trees_{h}_{i}") in snapshot
@@ -187,7 +204,7 @@ class Hazard:
             lines = tuple((float(slope), float(offset)) for slope, offset in snapshot["lines"])
             scores = {f"{row[0]:g}": dict(zip(_SCORES, row[1:].tolist(), strict=True)) for row in snapshot["scores"]}
             evidence = [np.array(snapshot[f"evidence_{h}"]) for h in range(len(HORIZONS_S))]
-            self._take_over(Fit(trees, lines, from_s, until_s, rows, scores))
+            self._take_over(Fit(trees, lines, from_s, until_s, rows, scores, names))
             self._store.restore({key[6:]: value for key, value in snapshot.items() if key.startswith("store_")})
         except (KeyError, ValueError) as error:
             raise PredictorError(
@@ -197,7 +214,11 @@ class Hazard:
         self._fallbacks = dict(zip(self._fallbacks, fallbacks, strict=True))
 
     def _take_over(self, fit: Fit) -> None:
-        forests = [_forest(texts) for texts in fit.trees]
+        if fit.names != self.names:
+            raise PredictorError(
+                f"a fit with the columns {list(fit.names)} beside traffic, expected {list(self.names)}; fit again", predictor=self.name
+            )
+        forests = [_forest(texts, len(FEATURE_NAMES) + len(self.names)) for texts in fit.trees]
         if not len(forests) == len(fit.lines) == len(HORIZONS_S):
             raise ValueError(f"a fit of {len(forests)} horizons, expected {len(HORIZONS_S)}")
         self._fit = fit
@@ -234,7 +255,7 @@ class Hazard:
             if used.min() < used.max():
                 trees[horizon] = (self._train(s.x[known], used), *trees[horizon])[: self.settings.averaged]
         fitted = trees != list(self._fit.trees)
-        self._take_over(Fit(tuple(trees), tuple(lines), self._origin_s, now_s, self._store.rows, scores))
+        self._take_over(Fit(tuple(trees), tuple(lines), self._origin_s, now_s, self._store.rows, scores, self.names))
         self._fits += 1
         return fitted
 
@@ -268,8 +289,8 @@ def _score(log_odds: FloatArray, used: FloatArray, line: tuple[float, float]) ->
     return dict(zip(_SCORES, (float(v) for v in values), strict=True))
 
 
-def _forest(texts: tuple[str, ...]) -> Forest | None:
-    return Forest.average([Forest.parse(text, len(FEATURE_NAMES)) for text in texts]) if texts else None
+def _forest(texts: tuple[str, ...], width: int) -> Forest | None:
+    return Forest.average([Forest.parse(text, width) for text in texts]) if texts else None
 
 
 def _bytes(text: str) -> npt.NDArray[np.uint8]:

@@ -75,17 +75,18 @@ class Samples:
 
 
 class SampleStore:
-    """At most four times `most` samples of the half hours that are over, and the candidates of the current one."""
+    """At most four times `most` samples of the half hours that are over, and the candidates of the current one; `width` features each."""
 
-    def __init__(self, seed: int, most: int) -> None:
+    def __init__(self, seed: int, most: int, width: int = len(FEATURE_NAMES)) -> None:
         self._seed = seed
         self._most = most
+        self._width = width
         self._origin_s = np.inf
         self._epoch = 0
         self._rows = 0
         self._folds = 0
-        self._kept = _nothing()
-        self._open = [_nothing(), _nothing()]
+        self._kept = _nothing(width)
+        self._open = [_nothing(width), _nothing(width)]
         self._closed: list[Samples] = []
         self._arrivals: list[tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]] = []
 
@@ -153,11 +154,13 @@ class SampleStore:
         }
 
     def restore(self, snapshot: Mapping[str, np.ndarray]) -> None:
-        """Take over a snapshot. Raises `KeyError` if it lacks a part."""
-        self._kept, *self._open = (
-            Samples(*(np.array(snapshot[f"{name}_{field}"]) for field in _FIELDS))
-            for name in ("kept", "open_rows", "open_ticks")
+        """Take over a snapshot. Raises `KeyError` if it lacks a part, `ValueError` if it has other features."""
+        kept, *opened = (
+            Samples(*(np.array(snapshot[f"{name}_{field}"]) for field in _FIELDS)) for name in ("kept", "open_rows", "open_ticks")
         )
+        if any(part.x.shape != (len(part.t), self._width) for part in (kept, *opened)):
+            raise ValueError(f"samples of shape {kept.x.shape}, expected {self._width} features")
+        self._kept, self._open = kept, opened
         self._closed = []
         self._arrivals = [(np.array(snapshot["arrivals_ts"]), np.array(snapshot["arrivals_model"]))]
         self._epoch, self._rows, self._folds = (int(v) for v in snapshot["numbers"])
@@ -176,7 +179,7 @@ class SampleStore:
             return
         both = _join(self._open)
         self._closed.append(both.at(np.argsort(both.t, kind="stable")))
-        self._open = [_nothing(), _nothing()]
+        self._open = [_nothing(self._width), _nothing(self._width)]
         self._epoch = epoch
 
     def _buffered(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
@@ -198,8 +201,8 @@ class SampleStore:
         self._arrivals = [(ts[inside], model[inside])]
 
 
-def _nothing() -> Samples:
-    return Samples.of(np.zeros((0, len(FEATURE_NAMES)), np.float32), np.zeros(0), np.zeros(0, np.int64), np.zeros(0))
+def _nothing(width: int) -> Samples:
+    return Samples.of(np.zeros((0, width), np.float32), np.zeros(0), np.zeros(0, np.int64), np.zeros(0))
 
 
 def _join(parts: list[Samples]) -> Samples:

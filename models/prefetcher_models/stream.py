@@ -2,19 +2,22 @@
 
 Features and forecasts don't depend on decisions, so a stretch of the log is scored at once: each row right after it
 came, and every model at each tick. Fits happen at the whole half hours at which they are due, between what came
-before and what comes after.
+before and what comes after; those of the sources that add columns come before the hazard's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from prefetcher.core.traffic import Traffic
+from prefetcher_models.feature_source import FeatureSource
 from prefetcher_models.hazard import Hazard, HazardSettings
 from prefetcher_models.samples import EPOCH_S
+from prefetcher_models.sources import Sources
 
 __all__ = ["HazardStream", "ScoredBlock"]
 
@@ -35,7 +38,8 @@ class ScoredBlock:
 
 
 class HazardStream:
-    """One traffic state and one hazard, moved through a log together. The blocks' bounds don't change the result.
+    """One traffic state, the sources of further columns and one hazard, moved through a log together. The blocks' bounds don't change
+    the result.
 
     `horizons` are the indices of the `HORIZONS_S` that are wanted; only these are fitted. Ticks are at origin_s +
     k·tick_s, k = 0, 1, …
@@ -49,9 +53,11 @@ class HazardStream:
         tick_s: float = 60.0,
         horizons: tuple[int, ...] = (1, 3, 6, 7),
         settings: HazardSettings | None = None,
+        sources: Sequence[FeatureSource] = (),
     ) -> None:
         self.traffic = Traffic(n_models)
-        self.hazard = Hazard(replace(settings or HazardSettings(), horizons=horizons))
+        self.sources = Sources(sources)
+        self.hazard = Hazard(replace(settings or HazardSettings(), horizons=horizons), names=self.sources.names)
         self.horizons = horizons
         self._origin_s = origin_s
         self._tick_s = tick_s
@@ -86,6 +92,8 @@ class HazardStream:
         p_ticks = np.full((len(ticks), n, len(self.horizons)), np.nan, np.float32)
         i = k = 0
         while self._at_s < until_s:
+            if self._at_s % EPOCH_S == 0.0:
+                self.sources.refit(self._at_s)
             if self.hazard.next_fit_s <= self._at_s:
                 self.hazard.refit(self._at_s)
             end_s = min(until_s, (self._at_s // EPOCH_S + 1.0) * EPOCH_S)
@@ -99,6 +107,7 @@ class HazardStream:
                 from_s=self._at_s,
                 until_s=end_s,
             )
+            block = self.sources.widened(self.traffic, block)
             p_rows[i:j] = self.hazard.probabilities(block.row_features, self.horizons)
             p_ticks[k + block.tick_of, block.tick_model] = self.hazard.probabilities(block.tick_features, self.horizons)
             self.hazard.learn(self.traffic, block)

@@ -1,7 +1,7 @@
-"""What the controller has learned: traffic, names, predictors; from rows in stream order, and exactly restorable.
+"""What the controller has learned: traffic, names, feature sources, predictors; from rows in stream order, and exactly restorable.
 
 A snapshot is the state after all records before its positions in the streams: restored and fed the rows from there, a learner goes on as if
-nothing had happened. Fits run on a copy in another thread (`Refit`), so that planning never waits for one. Reads no clock and no stream.
+nothing had happened. Fits run on copies in another thread (`Refit`), so that planning never waits for one. Reads no clock and no stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from prefetcher.core.traffic import Block, Traffic
 from prefetcher.core.types import HORIZONS_S, ModelName, RequestSeen
 from prefetcher.errors import PredictorError
 from prefetcher.ports import Partition, Positions, Topic
+from prefetcher_models.feature_source import FeatureSource
 from prefetcher_models.predictor import Predictor, rate_probabilities, recent_rate
+from prefetcher_models.sources import Sources, joined
 
 __all__ = ["Learner", "Refit", "ScheduledPredictor", "Taken"]
 
@@ -70,14 +72,21 @@ class Learner:
     """Traffic and a predictor over named models. Not for two threads at once.
 
     `make` builds the predictor, or gives None to go by rates alone; a predictor that fails is counted in `fallbacks` and not asked for
-    that forecast.
+    that forecast. `make_sources` builds what adds columns to its features; the predictor must be one for their names.
     """
 
-    def __init__(self, make: Callable[[], ScheduledPredictor | None], tick_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        make: Callable[[], ScheduledPredictor | None],
+        tick_s: float = 60.0,
+        make_sources: Callable[[], Sequence[FeatureSource]] = tuple,
+    ) -> None:
         self._make = make
+        self._make_sources = make_sources
         self._tick_s = tick_s
         self.traffic = Traffic()
         self.predictor = make()
+        self.sources = Sources(make_sources())
         self.names: list[str] = []
         self._number: dict[str, int] = {}
         self._ids: OrderedDict[str, None] = OrderedDict()
@@ -85,7 +94,8 @@ class Learner:
         #: Number of the last tick whose features were computed; its time is that times the tick.
         self._ticked = -1
         self.fallbacks: dict[tuple[str, str], int] = {}
-        self._since_copy: list[Block] | None = None
+        #: The blocks since a copy was taken, as they came and with the sources' columns.
+        self._since_copy: list[tuple[Block, Block]] | None = None
 
     def take(self, requests: Sequence[RequestSeen], positions: Positions, now_s: float, *, caught_up: bool = True) -> Taken:
         """Learns rows in stream order, which lead to `positions`, and scores them and the ticks that passed.
@@ -118,11 +128,14 @@ class Learner:
         users = [_user_number(request.user) for request in kept]
         block = self.traffic.advance(ts, numbers, users, [request.count for request in kept], ticks=ticks)
         counted = np.flatnonzero(np.isfinite(block.row_features).all(axis=1))
+        came = block
+        if len(ts) or len(ticks):
+            block = self.sources.widened(self.traffic, came)
         after_row = rates_of_next_use(self._probabilities(block.row_features[counted]))
         at_tick = np.full((len(WINDOWS_S), len(ticks), self.traffic.n_models), np.nan, np.float32)
         at_tick[:, block.tick_of, block.tick_model] = rates_of_next_use(self._probabilities(block.tick_features))
         if len(ts) or len(ticks):
-            self._learn(block)
+            self._learn(came, block)
         self.positions.update(positions)
         return Taken(
             rows=tuple(kept[i] for i in counted),
@@ -176,27 +189,34 @@ class Learner:
             self._ids.popitem(last=False)
         return True
 
-    def _learn(self, block: Block) -> None:
+    def _learn(self, came: Block, widened: Block) -> None:
         if self.predictor is not None:
             try:
-                self.predictor.learn(self.traffic, block)
+                self.predictor.learn(self.traffic, widened)
             except PredictorError as exc:
                 self._count(exc.predictor or self.predictor.name, "learning failed")
             if self._since_copy is not None:
-                self._since_copy.append(block)
+                self._since_copy.append((came, widened))
 
     def fallback_counts(self) -> dict[tuple[str, str], int]:
         """How often something else stood in for a forecast, by predictor and reason."""
         own = {} if self.predictor is None else {(self.predictor.name, reason): n for reason, n in self.predictor.fallbacks.items()}
-        return own | self.fallbacks
+        return own | dict(self.sources.fallbacks) | self.fallbacks
 
     def _count(self, predictor: str, reason: str) -> None:
         self.fallbacks[predictor, reason] = self.fallbacks.get((predictor, reason), 0) + 1
 
+    def _is_due(self, now_s: float) -> bool:
+        """Whether a fit may begin: of the predictor, or of a source that is asked whether it fits."""
+        if self.predictor is None or self._since_copy is not None:
+            return False
+        return min(self.predictor.next_fit_s, self.sources.next_refit_s) <= now_s
+
     def refit_now(self, now_s: float) -> bool:
         """Fits at once if a fit is due, while nobody waits for a plan: history is being read. Whether there are new trees."""
-        if self.predictor is None or self._since_copy is not None or self.predictor.next_fit_s > now_s:
+        if self.predictor is None or not self._is_due(now_s):
             return False
+        self.sources.refit(now_s)
         try:
             return self.predictor.refit(now_s)
         except PredictorError as exc:
@@ -204,25 +224,29 @@ class Learner:
             return False
 
     def start_refit(self, now_s: float) -> Refit | None:
-        """A fit of a copy of the predictor, for another thread and then `finish_refit`; None while none is due."""
-        if self.predictor is None or self._since_copy is not None or self.predictor.next_fit_s > now_s:
+        """A fit of copies of sources and predictor, for another thread and then `finish_refit`; None while none is due."""
+        if self.predictor is None or not self._is_due(now_s):
             return None
         copy = self._make()
         if copy is None:
             return None
         copy.restore({name: array.copy() for name, array in self.predictor.snapshot().items()})
+        sources = Sources(self._make_sources())
+        sources.restore({name: array.copy() for name, array in self.sources.snapshot().items()})
         self._since_copy = []
-        return Refit(copy, now_s)
+        return Refit(copy, now_s, sources)
 
     def finish_refit(self, refit: Refit) -> bool:
-        """Takes the copy over after it learned what came meanwhile, unless its fit failed; whether it has new trees."""
+        """Takes the copies over after they learned what came meanwhile, unless the fit failed; whether there are new trees."""
         blocks, self._since_copy = self._since_copy or [], None
         if refit.error is not None:
             self._count(refit.predictor.name, "fit failed")
             return False
-        for block in blocks:
-            refit.predictor.learn(self.traffic, block)
-        self.predictor = refit.predictor
+        for _, widened in blocks:
+            refit.predictor.learn(self.traffic, widened)
+        if blocks:
+            refit.sources.widened(self.traffic, joined([came for came, _ in blocks]))
+        self.predictor, self.sources = refit.predictor, refit.sources
         return refit.paid
 
     def snapshot(self) -> bytes:
@@ -230,6 +254,7 @@ class Learner:
         arrays = {f"traffic/{name}": array for name, array in self.traffic.snapshot().items()}
         if self.predictor is not None:
             arrays |= {f"predictor/{name}": array for name, array in self.predictor.snapshot().items()}
+        arrays |= {f"sources/{name}": array for name, array in self.sources.snapshot().items()}
         meta: dict[str, Any] = {
             "v": _VERSION,
             "positions": [[p.topic.value, p.number, offset] for p, offset in self.positions.items()],
@@ -242,7 +267,7 @@ class Learner:
         return pack_arrays(arrays, meta)
 
     def restore(self, raw: bytes) -> None:
-        """Takes over a snapshot. A predictor that can't take its part over starts anew and is counted.
+        """Takes over a snapshot. A predictor, or sources, that can't take their part over start anew and are counted.
 
         Raises:
             ValueError: it is no snapshot of a learner.
@@ -258,7 +283,12 @@ class Learner:
         else:
             self.positions = {Partition(Topic(topic), number): offset for topic, number, offset in meta["positions"]}
         self._ticked = int(meta["ticked"]) if meta["tick_s"] == self._tick_s else -1
-        self.predictor = self._make()
+        self.predictor, self.sources = self._make(), Sources(self._make_sources())
+        try:
+            self.sources.restore(_under(arrays, "sources/"))
+        except PredictorError:
+            self.sources = Sources(self._make_sources())
+            self._count("feature-sources", "snapshot not understood")
         if self.predictor is not None:
             try:
                 if meta["predictor"] != self.predictor.name:
@@ -271,10 +301,11 @@ class Learner:
 
 
 class Refit:
-    """One fit of a predictor's copy. `run` may run in any thread, once."""
+    """One fit of copies: of the sources, then of the predictor. `run` may run in any thread, once."""
 
-    def __init__(self, predictor: ScheduledPredictor, now_s: float) -> None:
+    def __init__(self, predictor: ScheduledPredictor, now_s: float, sources: Sources) -> None:
         self.predictor = predictor
+        self.sources = sources
         self.paid = False
         self.error: PredictorError | None = None
         self.done = threading.Event()
@@ -282,6 +313,7 @@ class Refit:
 
     def run(self) -> None:
         try:
+            self.sources.refit(self._now_s)
             self.paid = self.predictor.refit(self._now_s)
         except PredictorError as exc:
             self.error = exc
