@@ -30,7 +30,7 @@ from prefetcher.replay.report_words import HOW_TO_READ
 from prefetcher.replay.trace import Trace
 from prefetcher.replay.verdict import Verdict, best_rival, judge, named, plain_number
 
-__all__ = ["write_report"]
+__all__ = ["figure_section", "html_table", "write_report"]
 
 #: Lines that can still be told apart in the chart of waits.
 _CURVES = 6
@@ -124,7 +124,7 @@ def _page(
     here = files("prefetcher.replay")
     by_key = {f.key: f for f in figures}
     sections = [_table_section(policies, hours, ours), _sources_section(verdict, policies, hours, ours), _words_section(policies)]
-    sections += [_figure_section(by_key[key]) for key in ("frontier", "waits", "models", "week") if key in by_key]
+    sections += [figure_section(by_key[key]) for key in ("frontier", "waits", "models", "week") if key in by_key]
     sections += [_problems_section(trace, described.get("notes", ())), _method_section(described, ours)]
     return "\n".join(
         [
@@ -218,7 +218,7 @@ def _table_section(policies: Sequence[Mapping[str, Any]], hours: float, ours: st
     ) else ""  # fmt: skip
     return (
         "<section><h2>What would have been saved</h2><p>All policies over the same requests, the least waiting "
-        f"first; GB are means over the scored time.{future}</p>{_table(heads, ''.join(body))}</section>"
+        f"first; GB are means over the scored time.{future}</p>{html_table(heads, ''.join(body))}</section>"
     )
 
 
@@ -236,7 +236,7 @@ def _sources_section(verdict: Verdict, policies: Sequence[Mapping[str, Any]], ho
     body = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{_waiting(waits)}</td></tr>' for name, waits in rows)
     heads = '<th scope="col">policy</th><th scope="col">waiting, s an hour</th>'
     why = verdict.why[0].upper() + verdict.why[1:]
-    return f"<section><h2>Where the saving comes from</h2><p>{_unbroken(why)}.</p>{_table(heads, body, ' small')}</section>"
+    return f"<section><h2>Where the saving comes from</h2><p>{_unbroken(why)}.</p>{html_table(heads, body, ' small')}</section>"
 
 
 def _words_section(policies: Sequence[Mapping[str, Any]]) -> str:
@@ -246,12 +246,14 @@ def _words_section(policies: Sequence[Mapping[str, Any]]) -> str:
     return f'<section><h2>How to read this</h2><div class="card pad"><dl class="words">{body}</dl></div></section>'
 
 
-def _table(heads: str, body: str, kind: str = "") -> str:
+def html_table(heads: str, body: str, kind: str = "") -> str:
+    """A table in a card; `heads` and `body` are cells and rows of HTML."""
     head = f"<thead><tr>{heads}</tr></thead>" if heads else ""
     return f'<div class="card scroll{kind}" tabindex="0"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
-def _figure_section(figure: Figure) -> str:
+def figure_section(figure: Figure) -> str:
+    """A figure's title, note, chart and the same as a table."""
     chart = ""
     if figure.data:
         label = escape(f"{figure.title}. {figure.note} The same as a table follows.", quote=True)
@@ -272,7 +274,7 @@ def _figure_section(figure: Figure) -> str:
             f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
             for first, *rest in figure.rows
         )
-        table = f"<details><summary>As a table</summary>{_table(heads, body, ' small')}</details>"
+        table = f"<details><summary>As a table</summary>{html_table(heads, body, ' small')}</details>"
     return f"<section><h2>{escape(figure.title)}</h2><p>{escape(figure.note)}</p>{chart}{table}</section>"
 
 
@@ -295,7 +297,7 @@ def _method_section(described: Mapping[str, Any], ours: str) -> str:
     )
     return (
         f"<section><h2>How this was computed</h2><p>{escape(_METHOD.format(ours=ours))}</p>"
-        f"<details><summary>Settings</summary>{_table('', rows, ' small settings')}</details></section>"
+        f"<details><summary>Settings</summary>{html_table('', rows, ' small settings')}</details></section>"
     )
 
 
