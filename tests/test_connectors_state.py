@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from waiting import eventually
 
 from prefetcher.errors import UnavailableError
 from prefetcher.ports import StateStore
@@ -143,7 +143,7 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
         assert child.stdout is not None
         pid = int(child.stdout.readline())
         os.kill(child.pid, signal.SIGKILL)
-    _eventually(lambda: _is_gone(pid))
+    eventually(lambda: _is_gone(pid))
 
 
 def test_no_server_there() -> None:
@@ -214,15 +214,6 @@ class Kept:
         self._thread.join()
 
 
-def _eventually(what: Callable[[], Any]) -> Any:
-    never = threading.Event()
-    for _ in range(600):
-        found = what()
-        if found:
-            return found
-        never.wait(0.05)
-    pytest.fail("it did not happen in time")
-
 
 def test_a_server_that_is_killed_comes_back_with_what_it_had_answered_for(own: EmbeddedServer) -> None:
     store, kept = RedisState(own.url, why_away=own.why_away), Kept(own)
@@ -233,7 +224,7 @@ def test_a_server_that_is_killed_comes_back_with_what_it_had_answered_for(own: E
             assert store.write_fenced(key("fence"), i, {key("b"): b"fenced"})
             before = _pid(own)
             os.kill(before, signal.SIGKILL)
-            _eventually(lambda i=i: len(kept.restarted) == i + 1)
+            eventually(lambda i=i: len(kept.restarted) == i + 1)
             assert own.why_away() == ""
             assert _pid(own) != before
             assert store.read_many([key("a"), key("b")]) == [str(i).encode(), b"fenced"]
@@ -241,7 +232,7 @@ def test_a_server_that_is_killed_comes_back_with_what_it_had_answered_for(own: E
         assert kept.restarted == ["it was ended by SIGKILL"] * 3
         assert kept.failed == []
         os.kill(_pid(own), signal.SIGTERM)
-        _eventually(lambda: len(kept.restarted) == 4)
+        eventually(lambda: len(kept.restarted) == 4)
         assert kept.restarted[-1].startswith("it ended with code 0: ")
     finally:
         kept.end()
@@ -259,11 +250,11 @@ def test_a_server_that_does_not_come_back_says_why_until_it_does(own: EmbeddedSe
         good = listed.read_bytes()
         listed.write_bytes(b"nonsense\n")
         os.kill(_pid(own), signal.SIGKILL)
-        _eventually(lambda: kept.failed)
+        eventually(lambda: kept.failed)
         with pytest.raises(UnavailableError, match=r"the embedded state server ended; it is being started again.*did not start"):
             store.read(key("a"))
         listed.write_bytes(good)
-        _eventually(lambda: kept.restarted)
+        eventually(lambda: kept.restarted)
         assert store.read(key("a")) == b"kept"
         assert (len(kept.failed), kept.restarted) == (1, ["it was ended by SIGKILL"])
     finally:
@@ -287,7 +278,7 @@ def test_a_restarted_server_ends_with_its_process_too(tmp_path: Path) -> None:
         assert child.stdout is not None
         pid = int(child.stdout.readline())
         os.kill(child.pid, signal.SIGKILL)
-    _eventually(lambda: _is_gone(pid))
+    eventually(lambda: _is_gone(pid))
 
 
 def _is_gone(pid: int) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from waiting import eventually
 
 from prefetcher.clock import SystemClock
 from prefetcher.controller import leadership, records
@@ -36,15 +36,6 @@ def state(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateStore
     made.close()
     server.stop()
 
-
-def eventually(what: Callable[[], Any]) -> Any:
-    never = threading.Event()
-    for _ in range(2_000):
-        found = what()
-        if found:
-            return found
-        never.wait(0.01)
-    pytest.fail("it did not happen in time")
 
 
 class Candidate:

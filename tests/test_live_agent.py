@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import structlog
 from safetensors.numpy import save_file
+from waiting import eventually
 
 import prefetcher
 from prefetcher.agent.agent import Agent, AgentOptions
@@ -104,15 +105,6 @@ class Node:
         self.state.write({records.node_key(NODE, "plan"): records.encode(plan)})
         self.agent.plan_written()
 
-
-def eventually(what: Callable[[], Any]) -> Any:
-    never = threading.Event()
-    for _ in range(400):
-        found = what()
-        if found:
-            return found
-        never.wait(0.05)
-    pytest.fail("it did not happen in time")
 
 
 def opens(node: Node, model: str) -> bool:

@@ -9,8 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import structlog
 from safetensors.numpy import save_file
+from waiting import eventually
 
 import prefetcher
 from prefetcher.agent import client
@@ -71,15 +71,6 @@ sys.stdin.read()
 agent.close()
 """
 
-
-def eventually(what: Callable[[], Any]) -> Any:
-    never = threading.Event()
-    for _ in range(600):
-        found = what()
-        if found:
-            return found
-        never.wait(0.05)
-    pytest.fail("it did not happen in time")
 
 
 def write_model(folder: Path, model: str, numbers: int) -> None:

@@ -10,11 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import pytest
 from broker_kit import Broker, free_port
 from safetensors.numpy import save_file
+from waiting import eventually
 
 import prefetcher
 from prefetcher.agent.manifest import write_manifests
@@ -30,7 +30,6 @@ from prefetcher.bench.roles import RoleProcess, Roles
 from prefetcher.clock import SystemClock
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName
-from prefetcher.errors import PrefetcherError
 from prefetcher.ingest.tables import TablesReader, connect
 from prefetcher.ports import Streams, Topic
 from prefetcher.wire import HintMessage, decode_outcome, encode
@@ -44,17 +43,6 @@ COMMAND = [sys.executable, "-m", "prefetcher"]
 # Sockets of the broker's client that were refused are left to the collector.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
-
-def eventually(what: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """What `what` gives once it is true; whoever does not answer meanwhile is asked again."""
-    never = threading.Event()
-    for _ in range(int(timeout_s / 0.05)):
-        with contextlib.suppress(PrefetcherError, OSError):
-            found = what()
-            if found:
-                return found
-        never.wait(0.05)
-    pytest.fail("it did not happen in time")
 
 
 class Installation:

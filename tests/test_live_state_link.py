@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import redis
 import structlog
 from safetensors.numpy import save_file
+from waiting import eventually
 
 import prefetcher
 from prefetcher.agent import state_link
@@ -49,15 +49,6 @@ from prefetcher_connectors.redis import EmbeddedServer, RedisState
 NODE = NodeName("node-0")
 SPEED = 100.0
 
-
-def eventually(what: Callable[[], Any]) -> Any:
-    never = threading.Event()
-    for _ in range(600):
-        found = what()
-        if found:
-            return found
-        never.wait(0.05)
-    pytest.fail("it did not happen in time")
 
 
 class Node:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from waiting import eventually
 
 import prefetcher
 from prefetcher.api.client import get, post
@@ -118,17 +119,6 @@ class Running:
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "log").read_text().splitlines() if line.startswith("{")]
 
-
-def eventually(what: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    """What `what` gives once it is true. A node that is too busy to report in time is asked again."""
-    never = threading.Event()
-    for _ in range(int(timeout_s / 0.05)):
-        with contextlib.suppress(UnavailableError):
-            found = what()
-            if found:
-                return found
-        never.wait(0.05)
-    pytest.fail("it did not happen in time")
 
 
 def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
