@@ -37,6 +37,8 @@ __all__ = ["run"]
 _BAD_PER_GOOD = 9
 _OVERSIZED_EVERY = 10_000
 _OVERSIZED_BYTES = 1_010_000
+#: A day of good records: minutes of an hour that is not over are in memory, and every tenth of the records is to end some hours.
+_SPAN_S = 72_000.0
 _SLICE = 5_000
 _clock = SystemClock()
 
@@ -68,7 +70,7 @@ def _records(bad: int, oversized_every: int, seed: int) -> Iterator[tuple[str, b
     """(key, value, whether it is good), in an order drawn by lot."""
     rng = np.random.default_rng(seed)
     values = _bad_values(_clock.now_s())
-    good = synthetic_rows(bad // _BAD_PER_GOOD, seed)
+    good = synthetic_rows(bad // _BAD_PER_GOOD, seed, span_s=_SPAN_S)
     kinds = rng.integers(0, len(values), bad)
     for i, kind in enumerate(kinds.tolist()):
         oversized = i % oversized_every == oversized_every // 20

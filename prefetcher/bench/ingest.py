@@ -73,10 +73,12 @@ def topics(brokers: str, kind: str) -> Iterator[tuple[str, KafkaStreams]]:
             admin.close()
 
 
-def synthetic_rows(count: int, seed: int = 0, size: int = _RECORD_BYTES) -> Iterator[tuple[str, bytes]]:
-    """(model, record of `size` bytes): Zipf's law over models, two hours that end now."""
+def synthetic_rows(
+    count: int, seed: int = 0, size: int = _RECORD_BYTES, span_s: float = _SPAN_S
+) -> Iterator[tuple[str, bytes]]:
+    """(model, record of `size` bytes): Zipf's law over models, in the last `span_s` seconds."""
     rng = np.random.default_rng(seed)
-    ts = _clock.now_s() - _SPAN_S + np.sort(rng.uniform(0.0, _SPAN_S, count))
+    ts = _clock.now_s() - span_s + np.sort(rng.uniform(0.0, span_s, count))
     models = np.minimum(rng.zipf(1.3, count), _MODELS)
     users = rng.integers(0, _USERS, count)
     for t, m, u in zip(ts.tolist(), models.tolist(), users.tolist(), strict=True):
