@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -38,14 +39,15 @@ def geomean(values: list[float]) -> float:
 
 def test_figures_follow_from_the_points(suite: Path) -> None:
     said: list[str] = []
-    names = "lru,gdsf,ttl:600,lfu:3600-smith-bypass,belady,ours"
+    names = "lru,gdsf,ttl:600,ttl:7200,hybrid,lfu:3600-smith-bypass,belady,ours"
     policies.run(suite / "out.json", suite=suite / "suite.json", traces=suite, policy=names, say=said.append)
     result = json.loads((suite / "out.json").read_text())
     points, figures = result["points"], result["figures"]
     assert [(p["trace"], p["capacity_ratio"]) for p in points] == [("genai_sd", 0.2), ("genai_sd", 0.4), ("other", 0.3)]
     assert len(said) == 3
     cold = [{n: of["cold_seconds"] for n, of in p["policies"].items()} for p in points]
-    best = [min(("lru", "gdsf", "ttl:600"), key=c.__getitem__) for c in cold]
+    of_peers = ("lru", "gdsf", "ttl:600", "ttl:7200", "hybrid")
+    best = [min(of_peers, key=c.__getitem__) for c in cold]
     over = [c["ours"] / c[b] for c, b in zip(cold, best, strict=True)]
     assert [p["best_peer"] for p in points] == best
     assert [p["over_best_peer"] for p in points] == pytest.approx(over)
@@ -55,10 +57,17 @@ def test_figures_follow_from_the_points(suite: Path) -> None:
     assert figures["geomean_over_lru"] == pytest.approx(geomean([c["ours"] / c["lru"] for c in cold]))
     assert figures["geomean_over_best_simple"] == pytest.approx(geomean([c["ours"] / c["lfu:3600-smith-bypass"] for c in cold]))
     assert figures["points_below_belady"] == sum(c["ours"] < c["belady"] for c in cold)
-    peers = {n: geomean([c["ours"] / c[n] for c in cold]) for n in ("lru", "gdsf", "ttl:600")}
+    peers = {n: geomean([c["ours"] / c[n] for c in cold]) for n in of_peers}
     assert result["peers"] == pytest.approx(peers)
     assert figures["geomean_over_best_single_peer"] == pytest.approx(max(peers.values()))
-    assert figures["geomean_equal_gb_h"] == pytest.approx(geomean([p["equal_gb_h"]["ttl:600"] for p in points]))
+    assert all(set(p["equal_gb_h"]) == {"ttl:600", "ttl:7200", "hybrid"} for p in points)
+    assert any(max(p["equal_gb_h"].values()) > min(p["equal_gb_h"].values()) for p in points)
+    assert figures["geomean_equal_gb_h"] == pytest.approx(geomean([max(p["equal_gb_h"].values()) for p in points]))
+    for key, word in (("held_gb_h", "held"), ("moved_gb", "moved")):
+        over = [p["policies"]["ours"][key] / p["policies"][b][key] for p, b in zip(points, best, strict=True)]
+        assert [p[f"{word}_over_best_peer"] for p in points] == pytest.approx(over)
+        assert figures[f"geomean_{word}_over_best_peer"] == pytest.approx(geomean(over))
+    assert figures["dlrm_wasted_ratio"] is None
     assert result["machine"]["cores"] >= 1
 
 
@@ -70,6 +79,18 @@ def test_a_part_of_the_suite(suite: Path) -> None:
     assert set(point["policies"]) == {"lru", "sieve"}
     assert point["over_best_peer"] is None
     assert result["figures"]["geomean_sparse"] is None
+
+
+def test_the_negative_control_says_what_share_was_wasted() -> None:
+    def point(trace: str, held: float, wasted: float) -> dict[str, Any]:
+        ours = {"cold_seconds": 1.0, "held_gb_h": held, "moved_gb": 1.0, "wasted_gb_h": wasted}
+        return {
+            "trace": trace, "capacity_ratio": 0.1, "policies": {"ours": ours}, "equal_gb_h": {}, "best_peer": None,
+            "held_over_best_peer": None, "moved_over_best_peer": None,
+        }  # fmt: skip
+
+    points = [point("dlrm_launches", 100.0, 4.0), point("dlrm_launches", 200.0, 6.0), point("genai_sd", 10.0, 9.0)]
+    assert policies._figures(points)["dlrm_wasted_ratio"] == pytest.approx(0.04)
 
 
 def test_what_is_no_suite_is_named(suite: Path) -> None:

@@ -25,9 +25,15 @@ PEERS = (*_SINGLE, *(f"{name}-smith" for name in _SINGLE), *KEEP_ALIVES, "hybrid
 SIMPLE = ("lfu:3600-smith-bypass", "lfu:86400-smith-bypass", "lhd-smith-bypass")
 BELADYS = ("belady", "belady-size", "belady-smith", "belady-size-smith", "belady-smith-bypass")
 REFERENCES = (*BELADYS, "clairvoyant")
+#: Whom ours is compared with at their own GB·h held, read from its frontier.
+AT_EQUAL_GB_H = (*KEEP_ALIVES, "hybrid")
+#: The negative control: close to unpredictable, so that what is fetched ahead is mostly wasted.
+CONTROL = "dlrm_launches"
 #: Traces on which little can be known, whose figure is shown apart.
 SPARSE = ("genai_sd", "dlrm_launches", "azure_functions_day")
 _KEPT = ("cold_seconds", "held_gb_h", "wasted_gb_h", "moved_gb")
+#: What stands beside a point's figure, over the best peer's.
+_BESIDE = (("held_over_best_peer", "of its GB·h held"), ("moved_over_best_peer", "of its GB moved"))
 _LOCKSTEP = 6  #: policies at once: bounds the memory for their waits
 
 
@@ -43,8 +49,9 @@ def run(
     """Runs the suite and writes `json_out`; `policy` and `trace` (comma-separated) run a part.
 
     Figures are ratios of cold seconds, ours over theirs, as geometric means over the points: over the best peer of each point, over the
-    best simple rival with our rules, over the one peer that comes closest, over LRU, at each keep-alive's own GB·h, and on sparse traces;
-    beside them the worst point, and at how many points ours waits less than Belady.
+    best simple rival with our rules, over the one peer that comes closest, over LRU, at the GB·h held of the keep-alive (or hybrid) that
+    does best against ours at the point, and on sparse traces; beside them the worst point, at how many points ours waits less than Belady,
+    GB·h held and GB moved over the best peer's, and the largest share of GB·h held that was wasted on the negative control.
     """
     if suite is None or traces is None:
         raise UsageError("bench policies needs --suite FILE and --traces DIR")
@@ -95,13 +102,21 @@ def _point(simulation: Simulation, trace: str, ratio: float, names: list[str]) -
         entry = simulation.totals(OURS, mine.logs, mine.shadow)
         policies[OURS] = {key: entry[key] for key in _KEPT}
         hull = lower_hull([FrontierPoint(OURS, entry["held_gb_h"], entry["cold_seconds"], simulation.price), *mine.frontier])
-        for name in KEEP_ALIVES:
+        for name in AT_EQUAL_GB_H:
             if name in policies:
                 equal[name] = read_hull(hull, policies[name]["held_gb_h"]).cold_seconds / max(policies[name]["cold_seconds"], 1e-9)
     point: dict[str, Any] = {"trace": trace, "capacity_ratio": ratio, "policies": policies, "equal_gb_h": equal}
     point["best_peer"] = min((n for n in PEERS if n in policies), key=lambda n: policies[n]["cold_seconds"], default=None)
     point["over_best_peer"] = next(iter(_over([point], PEERS)), None)
+    point["held_over_best_peer"] = _over_best_peer(point, "held_gb_h")
+    point["moved_over_best_peer"] = _over_best_peer(point, "moved_gb")
     return point
+
+
+def _over_best_peer(point: dict[str, Any], key: str) -> float | None:
+    """Ours over the best peer in something other than cold seconds; None without both, or where the peer has none of it."""
+    policies, peer = point["policies"], point["best_peer"]
+    return policies[OURS][key] / policies[peer][key] if OURS in policies and peer is not None and policies[peer][key] > 0.0 else None
 
 
 def _best(point: dict[str, Any], names: tuple[str, ...]) -> float | None:
@@ -134,20 +149,28 @@ def _figures(points: list[dict[str, Any]]) -> dict[str, float | None]:
     below = sum(
         1 for p in points if OURS in p["policies"] and (b := _best(p, BELADYS[:4])) is not None and p["policies"][OURS]["cold_seconds"] < b
     )
+    control = [p["policies"][OURS] for p in points if p["trace"] == CONTROL and OURS in p["policies"]]
+    wasted = [mine["wasted_gb_h"] / mine["held_gb_h"] for mine in control if mine["held_gb_h"] > 0.0]
     return {
         "geomean_over_best_peer": _geomean(over_best),
         "geomean_over_best_simple": _geomean(_over(points, SIMPLE)),
         "geomean_over_best_single_peer": max(singles) if singles else None,
         "geomean_over_lru": _geomean(_over(points, ("lru",))),
-        "geomean_equal_gb_h": _geomean([r for p in points for r in p["equal_gb_h"].values()]),
+        "geomean_equal_gb_h": _geomean([max(p["equal_gb_h"].values()) for p in points if p["equal_gb_h"]]),
         "geomean_sparse": _geomean(_over([p for p in points if p["trace"] in SPARSE], PEERS)),
         "points_below_belady": below,
         "worst_point": max(over_best) if over_best else None,
+        "geomean_held_over_best_peer": _geomean([r for p in points if (r := p["held_over_best_peer"]) is not None]),
+        "geomean_moved_over_best_peer": _geomean([r for p in points if (r := p["moved_over_best_peer"]) is not None]),
+        "dlrm_wasted_ratio": max(wasted, default=None),
     }
 
 
 def _line(point: dict[str, Any]) -> str:
     mine, over = point["policies"].get(OURS), point["over_best_peer"]
-    ratio = f"{over:.3f} of the best peer, {point['best_peer']}" if over is not None else "–"
     cold = f"{mine['cold_seconds']:,.0f}" if mine else "–"
-    return f"{point['trace']} {point['capacity_ratio']:.2f}: ours {cold} s cold, {ratio}"
+    line = f"{point['trace']} {point['capacity_ratio']:.2f}: ours {cold} s cold"
+    if over is None:
+        return f"{line}, –"
+    beside = [f"{point[key]:.2f} {word}" for key, word in _BESIDE if point[key] is not None]
+    return f"{line}, {over:.3f} of the best peer, {point['best_peer']}" + (f"; {' and '.join(beside)}" if beside else "")
