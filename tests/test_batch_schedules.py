@@ -27,7 +27,12 @@ def nightly(*models: str, **more: Any) -> Schedule:
 
 
 def at(
-    now_s: float, *schedules: Schedule, quota: float = 1e9, spare_s: float = 0.0, leased: Mapping[str, int] | None = None, not_here: str = ""
+    now_s: float,
+    *schedules: Schedule,
+    quota: float = 1e9,
+    spare_s: float = 0.0,
+    leased: Mapping[str, int] | None = None,
+    not_here: str = "",
 ) -> Needs:
     return needs(schedules, ZoneInfo, lambda schedule, model: model not in not_here, SIZES, LOADS, quota, spare_s, now_s, leased)
 
@@ -54,7 +59,8 @@ def test_weekdays_are_those_of_the_zone() -> None:
     # 02:00 on Monday in Tokyo is Sunday in UTC.
     first, last = datetime(2026, 1, 7, tzinfo=UTC), datetime(2026, 1, 14, tzinfo=UTC)
     assert moments(7200, (0,), "Asia/Tokyo", first, last) == ["Sun 11 17:00"]
-    assert moments(7200, (0, 1, 2, 3, 4), "UTC", first, last) == ["Wed 07 02:00", "Thu 08 02:00", "Fri 09 02:00", "Mon 12 02:00", "Tue 13 02:00"]
+    weekdays = moments(7200, (0, 1, 2, 3, 4), "UTC", first, last)
+    assert weekdays == ["Wed 07 02:00", "Thu 08 02:00", "Fri 09 02:00", "Mon 12 02:00", "Tue 13 02:00"]
 
 
 @given(

@@ -70,7 +70,7 @@ def _days_of(given: Any) -> tuple[int, ...]:
 def _zone_of(name: str) -> str:
     try:
         ZoneInfo(name)
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, KeyError) as exc:
         raise ValueError(f"{name[:40]!r} is no time zone that this machine knows; write one as Europe/Berlin, or UTC") from exc
     return name
 

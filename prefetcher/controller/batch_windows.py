@@ -53,7 +53,7 @@ class BatchWindows:
             found = list(records.decode_schedules(raw).values())
             for schedule in found:
                 _zone(schedule.tz)
-        except (ValueError, OSError) as exc:
+        except (ValueError, OSError, KeyError) as exc:
             if self._said != str(exc):
                 log().error("schedules_unreadable", reason=str(exc), then="the last ones stand; set them again")
             self._said = str(exc)
@@ -90,7 +90,8 @@ class BatchWindows:
 
 def _as_expected(need: Need, hint: Expected | None, now_s: float) -> Expected:
     per_s = need.per_s if hint is None else max(need.per_s, hint.per_s)
-    return Expected(1.0, max(now_s, need.at_s), need.until_s, per_s)
+    at_s = max(now_s, need.at_s)
+    return Expected(1.0, at_s, need.until_s, per_s, min(need.until_s, at_s + 1.0 / need.per_s))
 
 
 def _zone(name: str) -> tzinfo:
