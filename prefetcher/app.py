@@ -29,7 +29,7 @@ from prefetcher.api.service import Service
 from prefetcher.batch.jobs import Means, make_jobs
 from prefetcher.batch.scheduler import Scheduler
 from prefetcher.clock import Clock, ScaledClock, SystemClock
-from prefetcher.config import Settings
+from prefetcher.config import Settings, artifacts_place
 from prefetcher.controller import records
 from prefetcher.controller.calling import NodeCalls, RemoteNode
 from prefetcher.controller.controller import Controller, ControllerOptions
@@ -49,6 +49,7 @@ from prefetcher.process import Process, listen
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import read_request, request_records
+from prefetcher_connectors.artifact_store import ArtifactStore
 from prefetcher_connectors.kafka import KafkaOptions, KafkaStreams
 from prefetcher_connectors.redis import HURRIED_S, PATIENT_S, EmbeddedServer, RedisState
 from prefetcher_connectors.streams import FileStreams
@@ -256,11 +257,12 @@ class App(Process):
         return Learner(lambda: _predictor(decision.seed), decision.tick_s)
 
     def _save_hazard(self, hazard: Hazard) -> str:
-        from prefetcher_models.artifacts import save_hazard
+        from prefetcher_models.artifacts import HAZARD, about_hazard, hazard_parts
 
-        path = self._folder / "artifacts" / "hazard.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return save_hazard(hazard, path)[:12]
+        return self._artifacts().publish(HAZARD, hazard_parts(hazard), about_hazard(hazard))
+
+    def _artifacts(self) -> ArtifactStore:
+        return ArtifactStore(artifacts_place(self._settings), keep=self._settings.artifacts.keep, clock=self.clock)
 
     def _holder(self) -> str:
         """This process among those that do the same: a node's own name where it has one, so that it takes over from itself at once."""

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from prefetcher.core.traffic import Traffic
 from prefetcher.core.traffic_state import FEATURE_NAMES
 from prefetcher.core.types import HORIZONS_S
 from prefetcher.errors import PredictorError
-from prefetcher_models.artifacts import load_hazard, save_hazard
+from prefetcher_models.artifacts import about_hazard, hazard_of, hazard_parts
 from prefetcher_models.calibration import calibration_line
 from prefetcher_models.hazard import ALL_HORIZONS, Hazard, HazardSettings
 from prefetcher_models.predictor import Predictor, checked
@@ -297,44 +294,39 @@ def test_the_calibration_line_is_found_and_little_evidence_moves_it_little() -> 
     assert slope > 0.0
 
 
-def test_an_artifact_brings_the_same_forecasts_back(tmp_path: Path, replayed) -> None:
+def test_an_artifact_brings_the_same_forecasts_back(replayed) -> None:
     ts, _, _, stream, *_ = replayed
-    path = tmp_path / "hazard.json"
-    digest = save_hazard(stream.hazard, path)
-    first = path.read_bytes()
-    assert save_hazard(stream.hazard, path) == digest
-    assert path.read_bytes() == first
-    assert os.listdir(tmp_path) == ["hazard.json"]
-    again = load_hazard(path)
+    parts = hazard_parts(stream.hazard)
+    assert hazard_parts(stream.hazard) == parts
+    again = hazard_of(parts)
     assert again.settings == stream.hazard.settings
+    assert hazard_parts(again) == parts
     x = stream.traffic.features(ts[-1] + 60.0)
     ours = stream.hazard.probabilities(x, ALL_HORIZONS)
     assert ours.tobytes() == again.probabilities(x, ALL_HORIZONS).tobytes()
-    card = json.loads(first)
-    assert card["digest"] == digest
-    assert card["fit"]["rows"] > 0
-    assert card["fit"]["from_s"] == ts[0]
+    about = about_hazard(stream.hazard)
+    assert about["data"]["rows"] > 0
+    assert about["data"]["from_s"] == ts[0]
+    assert about["features"] == list(FEATURE_NAMES)
 
 
-def test_damaged_and_foreign_artifacts_are_refused(tmp_path: Path, replayed) -> None:
-    path = tmp_path / "hazard.json"
-    save_hazard(replayed[3].hazard, path)
-    good = path.read_text(encoding="utf-8")
+def test_damaged_and_foreign_artifacts_are_refused(replayed) -> None:
+    (good,) = hazard_parts(replayed[3].hazard).values()
     cases = {
-        "can't be read": good[: len(good) // 2],
-        "is damaged": good.replace("leaf_value=", "leaf_value=0", 1),
-        "is no hazard artifact": json.dumps({"format": "something else"}),
-        "has version 2": good.replace('"version": 1', '"version": 2'),
+        "no JSON": good[: len(good) // 2],
+        "lacks a part": good.replace(b"leaf_value=", b"leaf_values=", 1),
+        "is no hazard": b'{"format": "something else"}',
+        "of version 2": good.replace(b'"version": 1', b'"version": 2'),
+        "other features": good.replace(b'"log_age"', b'"age"'),
+        "is no JSON": b"\x80\x04pickled",
     }
-    for found, text in cases.items():
-        path.write_text(text, encoding="utf-8")
+    for found, part in cases.items():
         with pytest.raises(PredictorError, match=found):
-            load_hazard(path)
-    path.write_bytes(b"\x80\x04pickled")
-    with pytest.raises(PredictorError, match="can't be read"):
-        load_hazard(path)
-    with pytest.raises(PredictorError, match="can't be read"):
-        load_hazard(tmp_path / "absent.json")
+            hazard_of({"hazard.json": part})
+    with pytest.raises(PredictorError, match="other features"):
+        hazard_of({"hazard.json": good}, names=("seasonal",))
+    with pytest.raises(PredictorError, match="it has no hazard"):
+        hazard_of({})
 
 
 def test_a_stream_refuses_rows_that_are_not_its_own() -> None:

@@ -1,36 +1,31 @@
-"""A fitted hazard as a file: one JSON document with LightGBM's model texts, what they were fitted on and how they
-did, and a digest.
+"""A fitted hazard as an artifact's part: one JSON document with LightGBM's model texts, and what is said about it.
 
-Nothing in it can run code. It is written beside its place and renamed, so that a reader finds the old one or the new
-one, whole.
+Nothing in it can run code. Versions, digests and places are the artifact store's business (`prefetcher_connectors.artifact_store`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from prefetcher.core.traffic import FEATURE_NAMES
 from prefetcher.core.types import HORIZONS_S
-from prefetcher.errors import PredictorError
+from prefetcher.errors import ArtifactError, PredictorError
 from prefetcher_models.hazard import Fit, Hazard, HazardSettings
+from prefetcher_models.parts import as_json, json_of, trained_on
 
-__all__ = ["load_hazard", "save_hazard"]
+__all__ = ["HAZARD", "about_hazard", "hazard_of", "hazard_parts"]
 
-_FORMAT = "prefetcher hazard"
-_VERSION = 1
+#: The artifact's name, and its part.
+HAZARD = "hazard"
+_PART = "hazard.json"
+_FORMAT, _VERSION = "prefetcher hazard", 1
 
 
-def save_hazard(hazard: Hazard, path: Path) -> str:
-    """Write what `hazard` has learned to `path`, atomically; the hex digest of the content. The same fit gives the
-    same bytes.
-    """
-    content: dict[str, Any] = {
+def hazard_parts(hazard: Hazard) -> dict[str, bytes]:
+    """The part to publish. The same fit gives the same bytes."""
+    content = {
         "format": _FORMAT,
         "version": _VERSION,
         "features": [*FEATURE_NAMES, *hazard.names],
@@ -38,42 +33,42 @@ def save_hazard(hazard: Hazard, path: Path) -> str:
         "settings": asdict(hazard.settings),
         "fit": {name: value for name, value in asdict(hazard.fit).items() if name != "names"},
     }
-    digest = _digest(content)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump({**content, "digest": digest}, file, ensure_ascii=False, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    return digest
+    return {_PART: as_json(content)}
 
 
-def load_hazard(path: Path, names: tuple[str, ...] = ()) -> Hazard:
-    """The hazard that was saved at `path`; it forecasts at once and learns on from nothing. `names` are the columns beside the traffic
-    features that it will be given.
+def about_hazard(hazard: Hazard) -> dict[str, Any]:
+    """What is said about it: the log that trained it, its settings, how its forecasts did on what came after them."""
+    fit = hazard.fit
+    return trained_on(
+        HAZARD,
+        from_s=fit.from_s,
+        until_s=fit.until_s,
+        rows=fit.rows,
+        settings=asdict(hazard.settings),
+        features=[*FEATURE_NAMES, *hazard.names],
+        scores=fit.scores,
+    )
 
-    Raises `PredictorError` for a file that is missing, damaged, of another kind, or made for other features or
-    horizons.
+
+def hazard_of(parts: Mapping[str, bytes], _about: Mapping[str, Any] | None = None, names: tuple[str, ...] = ()) -> Hazard:
+    """The hazard that was published; it forecasts at once and learns on from nothing. `names` are the columns beside the traffic features
+    that it will be given.
+
+    Raises `ArtifactError` for parts of another kind, or made for other features or horizons.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise _refused(path, f"can't be read ({error})", "restore it or fit again") from error
+    if _PART not in parts:
+        raise ArtifactError(f"it has no {_PART}", kind="foreign", predictor=HAZARD)
+    content = json_of(parts[_PART])
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise _refused(path, "is no hazard artifact", "give the path of a file that was saved as one")
+        raise ArtifactError("it is no hazard", kind="foreign", predictor=HAZARD)
     if content.get("version") != _VERSION:
-        raise _refused(path, f"has version {content.get('version')}, expected {_VERSION}", "fit again")
-    if content.pop("digest", None) != _digest(content):
-        raise _refused(path, "is damaged: its content doesn't have the digest that it names", "restore it or fit again")
-    if content["features"] != [*FEATURE_NAMES, *names] or content["horizons_s"] != list(HORIZONS_S):
-        raise _refused(path, "was fitted on other features or horizons than this program's", "fit again")
+        raise _refused(f"it is a hazard of version {content.get('version')}, this program reads {_VERSION}")
+    if content.get("features") != [*FEATURE_NAMES, *names] or content.get("horizons_s") != list(HORIZONS_S):
+        raise _refused("it was fitted on other features or horizons than this program's")
     try:
         return Hazard(_settings(content["settings"]), replace(_fit(content["fit"]), names=names), names)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _refused(path, f"lacks a part or has one too many ({error})", "fit again") from error
+    except (KeyError, TypeError, ValueError, PredictorError) as error:
+        raise _refused(f"it lacks a part or has one too many ({error})") from error
 
 
 def _settings(given: Mapping[str, Any]) -> HazardSettings:
@@ -86,9 +81,5 @@ def _fit(given: Mapping[str, Any]) -> Fit:
     return Fit(**{**given, "trees": trees, "lines": lines})
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, ensure_ascii=False, sort_keys=True).encode()).hexdigest()
-
-
-def _refused(path: Path, found: str, then: str) -> PredictorError:
-    return PredictorError(f"{path}: {found}; {then}", predictor="hazard")
+def _refused(found: str) -> ArtifactError:
+    return ArtifactError(f"{found}; fit again", kind="incompatible", predictor=HAZARD)
