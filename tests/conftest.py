@@ -1,6 +1,7 @@
-"""What all tests share: one broker and one object store for the whole session, for those that ask for them."""
+"""What all tests share: one broker and one object store for the whole session, and a browser, for those that ask for them."""
 
 from broker_kit import broker, own_kafka, sasl_kafka
+from browser_kit import browser
 from object_store_kit import bucket, object_store
 
-__all__ = ["broker", "bucket", "object_store", "own_kafka", "sasl_kafka"]
+__all__ = ["broker", "browser", "bucket", "object_store", "own_kafka", "sasl_kafka"]

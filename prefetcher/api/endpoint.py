@@ -18,6 +18,7 @@ from prefetcher.api.intake_routes import add_hints, add_requests
 from prefetcher.api.job_routes import add_jobs
 from prefetcher.api.keys import Access
 from prefetcher.api.messages import HealthAnswer, Problem
+from prefetcher.api.page_routes import add_pages
 from prefetcher.api.problems import PROBLEMS, BodyLimit, explain_errors, problem
 from prefetcher.api.question_routes import add_questions
 from prefetcher.api.service import Service
@@ -42,6 +43,7 @@ def make_endpoint(service: Service, body_limit_bytes: int, access: Access | None
     add_hints(app, service, access)
     add_questions(app, service, access)
     add_acts(app, service, access)
+    add_pages(app)
     add_jobs(app, service, access)
     _add_health(app, service)
     _describe(app)
