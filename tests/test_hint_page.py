@@ -134,12 +134,13 @@ def test_intent_by_hand_and_by_attribute_and_repeats_are_folded(
         guest.page.hover("#empty")
         guest.page.locator("#i").fill("some words")
         guest.page.select_option("#s", "m3")
-        taken.append(guest.page.evaluate("prefetcher.hint({model: 'm0', kind: 'typing', ttl_s: 30})"))
+        taken.append(guest.page.evaluate("prefetcher.hint({model: 'm0', ttl_s: 30})"))
     assert taken == [True, False, False]
-    # What is filled is focused; a select that is picked from by a script is neither pointed at nor focused.
-    expected = [("m0", "typing"), ("m1", "hover"), ("m2", "focus"), ("m2", "typing"), ("m3", "pick")]
-    assert sorted((hint["model"], hint["kind"]) for hint in arrivals.next(5)) == expected
-    assert sorted((sent["model"], sent["kind"]) for sent in guest.sent) == expected
+    # What is expected sooner is another hint.
+    assert guest.page.evaluate("[3, 3].map((in_s) => prefetcher.hint({model: 'm0', in_s: in_s}))") == [True, False]
+    found = [(hint["model"], hint["kind"], hint["in_s"]) for hint in arrivals.next(5)]
+    assert sorted(found) == [("m0", "intent", 0), ("m0", "intent", 3), *((f"m{i}", "intent", 0) for i in (1, 2, 3))]
+    assert len(guest.sent) == 5
     assert len({hint["session"] for hint in guest.sent}) == 1
 
 
@@ -156,11 +157,11 @@ def test_what_is_not_a_hint_is_not_sent_and_does_not_throw(site: Site, up: Up, v
 
 
 def test_what_was_said_before_the_script_came_is_said_then(site: Site, up: Up, visit: Callable[[], Visit], arrivals: Arrivals) -> None:
-    before = "<script>window.prefetcher = {q: [{model: 'm1', kind: 'early'}], hint(what) { this.q.push(what) }}</script>"
+    before = "<script>window.prefetcher = {q: [{model: 'm1', kind: 'load'}], hint(what) { this.q.push(what) }}</script>"
     site.pages["/early"] = before + page_with(f"{up.url}/hint.js")
     guest = visit()
     guest.page.goto(f"{site.origin}/early")
-    assert [(hint["model"], hint["kind"]) for hint in arrivals.next(1)] == [("m1", "early")]
+    assert [(hint["model"], hint["kind"]) for hint in arrivals.next(1)] == [("m1", "load")]
 
 
 @pytest.mark.parametrize(
@@ -182,8 +183,8 @@ def test_a_hint_outlives_the_page_that_gave_it(site: Site, up: Up, visit: Callab
     guest.page.goto(f"{site.origin}/leaves")
     guest.wait_for_script()
     with guest.page.expect_navigation(url="**/empty"):
-        guest.page.evaluate("prefetcher.hint({model: 'm3', kind: 'leaving'}); location.href = '/empty'")
-    assert [(hint["model"], hint["kind"]) for hint in arrivals.next(1)] == [("m3", "leaving")]
+        guest.page.evaluate("prefetcher.hint({model: 'm3'}); location.href = '/empty'")
+    assert [(hint["model"], hint["kind"]) for hint in arrivals.next(1)] == [("m3", "intent")]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +216,13 @@ def test_a_page_whose_origin_no_key_names_is_refused_and_stays_whole(up: Up, vis
         assert answer.value.status == 403
         assert guest.page.locator("#whole").inner_text() == "whole"
     assert arrivals._up.hints()[arrivals._seen :] == []
+
+
+def test_a_page_may_say_where_it_is_and_not_which_model(site: Site, up: Up, visit: Callable[[], Visit], arrivals: Arrivals) -> None:
+    site.pages["/nameless"] = page_with(f"{up.url}/hint.js", 'data-surface="settings"')
+    guest = visit()
+    guest.page.goto(f"{site.origin}/nameless")
+    assert [(hint["model"], hint["surface"], hint["kind"]) for hint in arrivals.next(1)] == [(None, "settings", "load")]
 
 
 # --- an endpoint that is slow, and one that is away ---
@@ -285,9 +293,9 @@ def test_the_example_page(visit: Callable[[], Visit], tmp_path: Path) -> None:
             guest.page.hover("#draw")
             guest.page.click("text=Send")
             assert guest.page.locator("#said").inner_text() == "This is where m1 would be asked."
+            # The model that was picked comes twice: at once, and in the time that typing takes.
             found = [(hint["model"], hint["kind"], hint["surface"]) for hint in arrivals.next(4)]
-            assert set(found) >= {("m0", "load", "chat"), ("m1", "pick", "chat"), ("m1", "typing", "chat"), ("m2", "hover", "chat")}
-            assert len(found) == len(set(found))
+            assert set(found) >= {("m0", "load", "chat"), ("m1", "intent", "chat"), ("m2", "intent", "chat")}
             for model in ("m0", "m1", "m2"):
                 eventually(lambda model=model: model in ready_of(up))
 

@@ -44,10 +44,10 @@ def eventually(what: Callable[[], Any], timeout_s: float = 60.0) -> Any:
 class Up:
     """A process with everything of its own under `folder`, and models named m0, m1, …"""
 
-    def __init__(self, folder: Path, keys: Sequence[Mapping[str, Any]] = (), models: int = 4, **environment: str) -> None:
+    def __init__(self, folder: Path, keys: Sequence[Mapping[str, Any]] = (), port: int = 0, **environment: str) -> None:
         self.folder = folder
         self._host_dir = Path("/dev/shm") / f"prefetcher-test-{os.getpid()}-{folder.name}"
-        for number in range(models):
+        for number in range(4):
             (folder / "models" / f"m{number}").mkdir(parents=True)
             save_file({"w": np.full(_MODEL_BYTES // 4, number, np.float32)}, folder / "models" / f"m{number}" / "w.safetensors")
         write_manifests(folder / "models")
@@ -57,8 +57,8 @@ class Up:
             self._environment["PREFETCHER_API__KEYS_FILE"] = str(folder / "keys.json")
         # fmt: off
         options = ["--models", str(folder / "models"), "--host-bytes", "20MB", "--state-dir", str(folder / "state"), "--socket",
-                   str(folder / "agent.sock"), "--host-dir", str(self._host_dir), "--port", "0", "--tick-s", "0.5", "--control-ratio", "0",
-                   "--log-format", "json"]
+                   str(folder / "agent.sock"), "--host-dir", str(self._host_dir), "--port", str(port), "--tick-s", "0.5",
+                   "--control-ratio", "0", "--log-format", "json"]
         # fmt: on
         with (folder / "log").open("a") as log:
             self.process = subprocess.Popen(
@@ -86,8 +86,8 @@ class Up:
 
 
 @contextlib.contextmanager
-def running(folder: Path, keys: Sequence[Mapping[str, Any]] = (), **environment: str) -> Iterator[Up]:
-    up = Up(folder, keys, **environment)
+def running(folder: Path, keys: Sequence[Mapping[str, Any]] = (), port: int = 0, **environment: str) -> Iterator[Up]:
+    up = Up(folder, keys, port, **environment)
     try:
         yield up
     finally:

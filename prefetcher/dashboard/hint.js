@@ -9,9 +9,9 @@
  * that the page waits for anyway, since browsers hold the load event for it.
  *
  * It sends one hint for data-model, or for the surface alone. Then
- *   prefetcher.hint({model: "whisper", in_s: 5, ttl_s: 60, kind: "typing"})
- * says more, and an element with data-hint="whisper" says it by itself when it is pointed at, focused or typed into; a select with
- * data-hint says which value was picked. data-in and data-ttl are seconds for the first hint, data-session an id of your own, data-url
+ *   prefetcher.hint({model: "whisper", in_s: 5, ttl_s: 60})
+ * says what somebody may be about to use, and an element with data-hint="whisper" says it by itself when it is pointed at, focused or typed into; a select with
+ * data-hint says which value it has. data-in and data-ttl are seconds for the first hint, data-session an id of your own, data-url
  * where to send hints, if not beside the script. What was in prefetcher.q before the script came is said too.
  *
  * What goes out is the fields of `fields`, a random id of this view of the page, and the publishable key: no cookie, no storage, nothing
@@ -26,7 +26,6 @@
   var set = tag.dataset || {};
   var url = set.url || (tag.src || set.src || "/").split("hint.js")[0] + "v1/hints";
   var fields = ["model", "in_s", "ttl_s", "session", "surface", "kind"];
-  var kinds = {pointerover: "hover", focusin: "focus", input: "typing"};
   var before = w.prefetcher || {};
   var silentUntil = {};
   var session = set.session || random();
@@ -46,13 +45,13 @@
   /* Whether the browser took it. */
   function hint(what) {
     try {
-      var said = {session: session, surface: set.surface};
+      var said = {session: session, surface: set.surface, kind: "intent"};
       fields.forEach(function (name) {
         if (what[name] != null && what[name] !== "") {
           said[name] = what[name];
         }
       });
-      var same = JSON.stringify([said.model, said.surface, said.kind, said.session]);
+      var same = JSON.stringify(said);
       var now = Date.now();
       if (!(said.model || said.surface) || unwanted() || silentUntil[same] > now) {
         return false;
@@ -73,8 +72,7 @@
   function intent(event) {
     var at = event.target && event.target.closest && event.target.closest("[data-hint]");
     if (at) {
-      var picks = at.tagName === "SELECT";
-      hint({model: at.dataset.hint || (picks ? at.value : ""), kind: picks && event.type === "input" ? "pick" : kinds[event.type]});
+      hint({model: at.dataset.hint || (at.tagName === "SELECT" ? at.value : "")});
     }
   }
 
@@ -91,7 +89,7 @@
     begin();
   }
   (before.q || []).forEach(hint);
-  Object.keys(kinds).forEach(function (type) {
+  ["pointerover", "focusin", "input"].forEach(function (type) {
     d.addEventListener(type, intent, {capture: true, passive: true});
   });
 })(window, document, navigator);
