@@ -5,14 +5,18 @@ Covers options and what is printed; what commands do is in the modules that they
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from prefetcher.cli_roles import Config
 from prefetcher.errors import InputError
 
 __all__ = ["add_predictor_commands"]
+
+_DEFAULT_URL = "http://127.0.0.1:8371"
 
 
 def add_predictor_commands(app: typer.Typer) -> None:
@@ -54,3 +58,25 @@ def add_predictor_commands(app: typer.Typer) -> None:
             json_to=json,
             report=report,
         )
+
+    @app.command()
+    def predictors(
+        url: Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")] = _DEFAULT_URL,
+        json: Annotated[bool, typer.Option("--json", help="Print JSON, with all versions and scores.")] = False,
+        config: Config = None,
+        state_dir: Annotated[Path | None, typer.Option(help="Folder of the state, where artifacts are kept unless set.")] = None,
+    ) -> None:
+        """Lists predictors: which speak, what trained them, how they did against their baseline, and what stood in for them."""
+        from prefetcher.config import load_settings
+        from prefetcher.predictors_view import predictors_of, table_of
+
+        found = predictors_of(load_settings({"state": {"dir": state_dir}}, config), url)
+        if json:
+            typer.echo(dumps(found, indent=2, ensure_ascii=False))
+            return
+        from rich.console import Console
+
+        console = Console()
+        console.print(table_of(found, console.width))
+        for problem in found["problems"]:
+            typer.echo(f"note: {problem}", err=True)
