@@ -503,9 +503,10 @@ def _clock(settings: Settings) -> Clock:
 
 
 def _predictor(seed: int) -> ScheduledPredictor:
-    from prefetcher_models.hazard import Hazard, HazardSettings
+    from prefetcher_models.blend import WatchedHazard
+    from prefetcher_models.hazard import HazardSettings
 
-    return Hazard(HazardSettings(seed=seed), names=tuple(name for source in _feature_sources() for name in source.names))
+    return WatchedHazard(HazardSettings(seed=seed), names=tuple(name for source in _feature_sources() for name in source.names))
 
 
 def _feature_sources() -> list[FeatureSource]:

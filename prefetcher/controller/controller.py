@@ -8,11 +8,13 @@ seen a higher fence.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +27,7 @@ from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.nodes import Nodes
 from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, make_plan, worth_of
 from prefetcher.core.experts import WINDOWS_S
+from prefetcher.core.hint_spread import HintSpread
 from prefetcher.core.hints import Expected, Hint, HintBook
 from prefetcher.core.shadow_caches import Outlook, ShadowCaches
 from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
@@ -33,6 +36,7 @@ from prefetcher.ports import Partition, StateStore, Streams
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import HintMessage, RequestMapping, read_request
+from prefetcher_models.hint_classifier import HintClassifier
 
 __all__ = ["Controller", "ControllerOptions"]
 
@@ -46,6 +50,8 @@ _SILENCE_S = 86_400.0
 _IDLE_S = 0.05
 #: A hint for weights that are there or on their way changes what is kept, which may wait so long; one for others is planned for at once.
 _HINT_WAITS_S = 1.0
+#: Sources whose records are told to endpoints, those settled last.
+_SOURCES_TOLD = 100
 #: Back-off while the state store is away.
 _AWAY_S = 1.0
 _UNUSED = (Outcome.USELESS.value, Outcome.DISPLACED.value)
@@ -102,7 +108,9 @@ class Controller:
         self._next_tick_s = -np.inf
         self._next_snapshot_s = -np.inf
         self._saved: dict[Partition, int] = {}
-        self._hints = HintBook()
+        self._classifier = HintClassifier()
+        self._likely = HintSpread()
+        self._take_over_hints(HintBook())
         #: Models that a hint came for since the last plan.
         self._hinted: set[str] = set()
         #: When they are planned for at the latest.
@@ -133,7 +141,7 @@ class Controller:
                 self._learner.restore(raw)
                 self._restore_shadows(shadows)
                 if hints is not None:
-                    self._hints = HintBook.restore(msgspec.json.decode(hints))
+                    self._restore_hints(msgspec.json.decode(hints))
                 log().info("learned_restored", positions=len(self._learner.positions), rows=self._learner.traffic.rows)
             except (ValueError, KeyError, TypeError) as exc:
                 log().error("snapshot_unreadable", reason=str(exc), then="learning again from the request log")
@@ -264,6 +272,8 @@ class Controller:
             self._nodes.served(taken.rows)
             for row in taken.rows:
                 self._hints.used(row.model, row.ts)
+                self._classifier.saw(row.model, _nameless(row.user), row.ts)
+                self._likely.saw(row.model, _nameless(row.user), row.ts)
             if not caught_up and self._refit is None:
                 # History is being read, nobody waits for a plan, and what comes next is to be scored by what was before.
                 self._learner.refit_now(self._learner.traffic.newest_s)
@@ -280,16 +290,59 @@ class Controller:
     def _take_hints(self, messages: Sequence[HintMessage], now_s: float) -> None:
         for message in messages:
             at_s = message.ts + message.in_s
-            hint = Hint(message.hint_id, message.model, message.source, message.session, message.ts, at_s, at_s + message.ttl_s)
-            said = self._hints.add(hint, now_s)
+            hint = Hint(
+                message.hint_id, message.model or "", message.source, message.session, message.ts, at_s, at_s + message.ttl_s,
+                _nameless(message.user), message.surface, message.kind,
+            )  # fmt: skip
+            if message.model is None:
+                said = self._spread(hint, now_s)
+            elif hint.until_s > now_s and not self._hints.has_seen(hint.hint_id):
+                chance = self._classifier.chance(hint, self._hints.belief(hint.source), self._forecast_per_s(hint.model))
+                said = self._add_hint(hint if chance is None else replace(hint, chance=chance), now_s)
+            else:
+                said = self._add_hint(hint, now_s)
             self._metrics.hints.labels(result=said).inc()
-            if said in ("new", "folded"):
-                self._hinted.add(message.model)
-                waits_s = _HINT_WAITS_S * self._clock.speed if self._is_coming(message.model, now_s) else 0.0
-                self._hint_due_s = min(self._hint_due_s, now_s + waits_s)
         self._hints.expire(now_s)
         if now_s >= self._hint_due_s:
             self._wanted.add("hint")
+
+    def _add_hint(self, hint: Hint, now_s: float) -> str:
+        said = self._hints.add(hint, now_s)
+        if said in ("new", "folded"):
+            self._hinted.add(hint.model)
+            waits_s = _HINT_WAITS_S * self._clock.speed if self._is_coming(hint.model, now_s) else 0.0
+            self._hint_due_s = min(self._hint_due_s, now_s + waits_s)
+        return said
+
+    def _spread(self, hint: Hint, now_s: float) -> str:
+        """A hint that names no model becomes one of each likely model, under a source of their own: most of them are not meant."""
+        if hint.until_s <= now_s:
+            return "past"
+        likely = self._likely.hinted(hint.hint_id, hint.source, hint.surface, hint.user or hint.session, hint.given_s, hint.until_s)
+        source = f"{hint.source} (no model)"
+        said = [
+            self._add_hint(replace(hint, hint_id=f"{hint.hint_id}/{model}", model=model, source=source, chance=chance), now_s)
+            for model, chance in likely
+        ]
+        return said[0] if said else "new"
+
+    def _take_over_hints(self, book: HintBook) -> None:
+        self._hints = book
+        book.on_settled = lambda hint, kept, at_s: self._classifier.settled(hint, kept, at_s)
+
+    def _restore_hints(self, found: dict[str, Any]) -> None:
+        """Raises KeyError, TypeError or ValueError for what is none; a classifier of another kind learns anew."""
+        self._take_over_hints(HintBook.restore(found))
+        self._likely = HintSpread.restore(found["likely"]) if "likely" in found else HintSpread()
+        try:
+            self._classifier = HintClassifier.restore(found.get("classifier") or HintClassifier().snapshot())
+        except PredictorError as exc:
+            log().warning("hint_classifier_not_restored", reason=str(exc), then="sources' records stand until it has learned")
+
+    def _forecast_per_s(self, model: str) -> float:
+        """The rate of next use at the last tick, over the first of the experts' windows; NaN without one."""
+        number = self._learner.number(model)
+        return float(self._rates[0, number]) if 0 <= number < self._rates.shape[1] else np.nan
 
     def _is_coming(self, model: str, now_s: float) -> bool:
         """Whether a plan would bring nothing for `model`: no node could load it a moment ago, or its home had it or has an order for it."""
@@ -429,7 +482,9 @@ class Controller:
         chance = -np.expm1(-np.nan_to_num(self._rates) * windows_s)[order].T
         models = {name: tuple(p) for name, p in zip(self._learner.names, chance.round(4).tolist(), strict=False)}
         until_s = now_s + 2.0 * self._options.tick_s
-        told = records.encode(records.Forecasts(now_s, until_s, models))
+        likely = {place: tuple(found) for place, found in self._likely.places().items()}
+        sources = tuple(records.HintSource(s.source, s.kept, s.broken, round(s.weight, 4)) for s in self._hints.sources()[:_SOURCES_TOLD])
+        told = records.encode(records.Forecasts(now_s, until_s, models, likely, sources, self._classifier.stands))
         self._state.write({records.FORECASTS: told}, expire_s=2.0 * self._options.tick_s / self._clock.speed)
 
     def plan(self, node: NodeName, trigger: str) -> Planned | None:
@@ -463,6 +518,7 @@ class Controller:
             pinned=frozenset(pins),
             past=past,
             last_row_s=self._learner.last_row_s,
+            why=self._learner.why,
             new_id=lambda: DecisionId(uuid.uuid4().hex[:16]),
             expected=expected,
             batch=batch,
@@ -472,7 +528,8 @@ class Controller:
         planned = make_plan(report, outlook, worth, given)
         shadows = self._shadows.get(node)
         costs_s, shadow_wait_s = ({}, 0.0) if shadows is None else (shadows.costs_s, shadows.shadow_wait_s)
-        decides = records.Decides(outlook.expert, now_s, costs_s, shadow_wait_s, self._learner.traffic.rows)
+        learner = self._learner
+        decides = records.Decides(outlook.expert, now_s, costs_s, shadow_wait_s, learner.traffic.rows, learner.predictor_states())
         items = {records.node_key(node, "plan"): records.encode(planned.plan), records.node_key(node, "decides"): records.encode(decides)}
         if not self._state.write_fenced(records.node_key(node, "fence"), self.fence, items):
             self.deposed = True
@@ -525,7 +582,8 @@ class Controller:
             self._metrics.skipped.labels(what="prefetch", reason=reason).inc(count)
 
     def _count_fallbacks(self) -> None:
-        for key, count in self._learner.fallback_counts().items():
+        of_hints = {("hints", reason): count for reason, count in self._classifier.fallbacks.items()}
+        for key, count in {**self._learner.fallback_counts(), **of_hints}.items():
             # A copy that was fitted meanwhile knows fewer of them.
             new = max(0, count - self._counted.get(key, 0))
             if new:
@@ -563,7 +621,9 @@ class Controller:
         learned = {
             records.LEARNED: self._learner.snapshot(),
             records.SHADOWS: records.pack_arrays(arrays, facts),
-            records.HINTS: records.encode(self._hints.snapshot()),
+            records.HINTS: records.encode(
+                {**self._hints.snapshot(), "classifier": self._classifier.snapshot(), "likely": self._likely.snapshot()}
+            ),
         }
         if self._state.write_fenced(records.FENCE, self.fence, learned):
             self._saved = dict(self._learner.positions)
@@ -571,6 +631,11 @@ class Controller:
             self._intake.done(self._saved)
         else:
             self.deposed = True
+
+
+def _nameless(user: str | None) -> str | None:
+    """Who it was, told apart from others but not by name: what writes hints straight into the stream may not have hashed it."""
+    return None if user is None else hashlib.blake2b(user.encode(), digest_size=8).hexdigest()
 
 
 def _by_hour(rows: Sequence[RequestSeen]) -> list[Sequence[RequestSeen]]:

@@ -16,13 +16,15 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.controller.records import pack_arrays, unpack_arrays
+from prefetcher.controller.records import PredictorState, pack_arrays, unpack_arrays
 from prefetcher.core.experts import HORIZONS, WINDOWS_S, rates_of_next_use
-from prefetcher.core.traffic import Block, Traffic
+from prefetcher.core.traffic import FEATURE_NAMES, Block, Traffic
 from prefetcher.core.types import HORIZONS_S, ModelName, RequestSeen
 from prefetcher.errors import PredictorError
 from prefetcher.ports import Partition, Positions, Topic
+from prefetcher_models.blend import BASELINE, contributions_of
 from prefetcher_models.feature_source import FeatureSource
+from prefetcher_models.hazard import Hazard
 from prefetcher_models.predictor import Predictor, rate_probabilities, recent_rate
 from prefetcher_models.sources import Sources, joined
 
@@ -94,6 +96,9 @@ class Learner:
         #: Number of the last tick whose features were computed; its time is that times the tick.
         self._ticked = -1
         self.fallbacks: dict[tuple[str, str], int] = {}
+        #: Models and feature rows of the last tick, and their medians once somebody asks.
+        self._last_tick: tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]] | None = None
+        self._usual: npt.NDArray[np.float32] | None = None
         #: The blocks since a copy was taken, as they came and with the sources' columns.
         self._since_copy: list[tuple[Block, Block]] | None = None
 
@@ -136,6 +141,9 @@ class Learner:
         at_tick[:, block.tick_of, block.tick_model] = rates_of_next_use(self._probabilities(block.tick_features))
         if len(ts) or len(ticks):
             self._learn(came, block)
+        if len(ticks):
+            last = np.flatnonzero(block.tick_of == len(ticks) - 1)
+            self._last_tick, self._usual = (block.tick_model[last], block.tick_features[last]), None
         self.positions.update(positions)
         return Taken(
             rows=tuple(kept[i] for i in counted),
@@ -202,6 +210,38 @@ class Learner:
         """How often something else stood in for a forecast, by predictor and reason."""
         own = {} if self.predictor is None else {(self.predictor.name, reason): n for reason, n in self.predictor.fallbacks.items()}
         return own | dict(self.sources.fallbacks) | self.fallbacks
+
+    def why(self, model: str) -> tuple[tuple[str, float], ...]:
+        """What the forecast for `model` was made of at the last tick, with shares; empty where it can't be said."""
+        if self._last_tick is None or not isinstance(self.predictor, Hazard):
+            return ()
+        if getattr(self.predictor, "why_not", ""):
+            return ((BASELINE, 1.0),)
+        models, x = self._last_tick
+        at = np.flatnonzero(models == self.number(model))
+        if not len(at) or x.shape[1] != len(FEATURE_NAMES) + len(self.predictor.names):
+            return ()
+        if self._usual is None:
+            self._usual = np.median(x, axis=0)
+        return contributions_of(self.predictor, x[at[0]], self._usual)
+
+    def predictor_states(self) -> tuple[PredictorState, ...]:
+        """How each predictor stands."""
+        counts = self.fallback_counts()
+        names = dict.fromkeys([*([] if self.predictor is None else [self.predictor.name]), *(name for name, _ in counts)])
+        states = []
+        for name in names:
+            fallbacks = {reason: count for (of, reason), count in counts.items() if of == name and count}
+            predictor = self.predictor
+            if not isinstance(predictor, Hazard) or predictor.name != name:
+                states.append(PredictorState(name, fallbacks=fallbacks))
+                continue
+            fit, fitted = predictor.fit, any(predictor.fit.trees)
+            why_not = getattr(predictor, "why_not", "" if fitted else "no fit yet")
+            scores = {horizon: dict(of) for horizon, of in fit.scores.items()}
+            from_s, until_s = (fit.from_s, fit.until_s) if fitted else (None, None)
+            states.append(PredictorState(name, why_not, predictor.fits, from_s, until_s, fit.rows, scores, fallbacks))
+        return tuple(states)
 
     def _count(self, predictor: str, reason: str) -> None:
         self.fallbacks[predictor, reason] = self.fallbacks.get((predictor, reason), 0) + 1

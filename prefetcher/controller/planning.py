@@ -33,7 +33,7 @@ from prefetcher.core.types import (
     Tier,
     WeightsKey,
 )
-from prefetcher.core.value import index_per_byte, load_discount, mean_load_s, miss_cost_s, price_per_byte_s
+from prefetcher.core.value import LEAST_CHANCE, head_start, index_per_byte, load_discount, mean_load_s, miss_cost_s, price_per_byte_s
 
 __all__ = ["Given", "PastOrder", "Planned", "Worth", "make_plan", "worth_of"]
 
@@ -74,6 +74,8 @@ class Given:
     last_row_s: Callable[[str], float]
     new_id: Callable[[], DecisionId]
     expected: Mapping[str, Expected] = field(default_factory=dict)
+    #: What a model's learned forecast is made of, with shares; empty where nobody can say.
+    why: Callable[[str], tuple[tuple[str, float], ...]] = lambda _model: ()
     #: What batch schedules need; their models are in `expected` too.
     batch: Needs = field(default_factory=Needs)
 
@@ -221,7 +223,13 @@ class _Chooser:
     def _skip(self, reason: str, count: int = 1) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + count
 
-    def _candidates(self, open_models: Iterable[str]) -> list[tuple[float, int]]:
+    def _said(self, i: int) -> Expected | None:
+        """What hints and schedules say of a model, where they say more than the forecast."""
+        model, hint_per_s = self._report.known[i].model, self._worth.hint_per_s[i]
+        more = hint_per_s > 0.0 and hint_per_s >= self._worth.fetch_per_s[i]
+        return self._given.expected.get(model) if more or model in self._given.batch.models else None
+
+    def _candidates(self, open_models: Iterable[str], hinted_only: bool) -> list[tuple[float, int]]:
         """(score, number) of models that could be fetched, best first."""
         given = self._given
         taken = set(open_models)
@@ -230,7 +238,7 @@ class _Chooser:
             if known.model in self._held or known.model in taken or known.model in given.pinned:
                 continue
             rate, hinted = float(self._worth.fetch_per_s[i]), self._worth.hint_per_s[i] > 0.0
-            if rate <= 0.0 or (self._worth.fetch is None and not hinted):
+            if rate <= 0.0 or (hinted_only and not hinted):
                 continue
             if not hinted and given.last_row_s(known.model) <= given.batch.ended.get(known.model, -np.inf):
                 self._skip("batch_ended")
@@ -241,7 +249,9 @@ class _Chooser:
             if self._index[i] < self._price:
                 self._skip("below_price")
                 continue
-            score = float(self._index[i]) * load_discount(rate, float(self._link_s[i]))
+            link_s, said = float(self._link_s[i]), self._said(i)
+            share = load_discount(rate, link_s) if said is None else head_start(said.at_s, said.end_s, given.now_s, link_s)
+            score = float(self._index[i]) * share
             past = given.past.get(known.model)
             stale = past is not None and past.unused and given.last_row_s(known.model) < past.order.issued_s
             if past is not None and stale and not hinted and score < SECOND_CHANCE * past.score:
@@ -264,14 +274,14 @@ class _Chooser:
         busy = report.busy_ratio >= self._outlook.policy.busy_ratio
         if busy:
             self._skip("link_busy")
-            if not given.batch.models:
+            # What is hinted is as good as asked for, and a batch job begins at its time, however busy the link is; requests go first there
+            # all the same.
+            if not self._worth.hint_per_s.any():
                 return []
         candidates = self._candidates(
-            past.order.key.model for past in given.past.values() if not past.ended and past.order.deadline_s > given.now_s
+            (past.order.key.model for past in given.past.values() if not past.ended and past.order.deadline_s > given.now_s),
+            hinted_only=busy or self._worth.fetch is None,
         )
-        if busy:
-            # A batch job begins at its time, however busy the link is; requests go first there all the same.
-            candidates = [(score, i) for score, i in candidates if report.known[i].model in given.batch.models]
         free = float(report.memory.budget_bytes - report.memory.taken_bytes) - self._promised_bytes
         link_left_s = given.tick_s * (1.0 - report.busy_ratio) - self._promised_s
         stays = np.array(
@@ -288,7 +298,8 @@ class _Chooser:
             if refused >= CANDIDATES:
                 break
             # One transfer always fits: a load longer than a tick must be possible.
-            if self._link_s[i] > link_left_s and (new or open_orders):
+            said = self._said(i)
+            if self._link_s[i] > link_left_s and (new or open_orders) and said is None:
                 self._skip("link_budget")
                 break
             need = self._sizes[i] - free
@@ -297,6 +308,9 @@ class _Chooser:
             if not enough:
                 self._skip("no_room")
                 refused += 1
+                continue
+            if said is not None and len(victims) and said.probability < LEAST_CHANCE:
+                self._skip("hint_unlikely")
                 continue
             highest = float(self._index[victims].max()) if len(victims) else 0.0
             bids = outbids(score / margin, float(self._sizes[i]), self._index, self._sizes, victims)
@@ -314,8 +328,7 @@ class _Chooser:
         given, known = self._given, self._report.known[i]
         rate = float(self._worth.fetch_per_s[i])
         load_s = mean_load_s(float(self._link_s[i]), self._report.recent_wait_s)
-        hint_s = float(self._worth.hint_per_s[i])
-        said = given.expected.get(known.model) if hint_s >= rate or known.model in given.batch.models else None
+        said = self._said(i)
         if said is not None:
             expected_s, hold_s = said.at_s, said.until_s - given.now_s
         else:
@@ -334,5 +347,14 @@ class _Chooser:
             # It must begin within its hold, and a link that is free needs no longer than a few loads to get to it.
             deadline_s=given.now_s + max(hold_s, 4.0 * load_s),
             hold_s=hold_s,
-            contributions=self._outlook.parts if said is None else ((cause.value, 1.0),),
+            contributions=_made_of(self._outlook.parts, given.why(known.model)) if said is None else ((cause.value, 1.0),),
         )
+
+
+def _made_of(parts: Iterable[tuple[str, float]], why: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """The index's parts, the hazard's replaced by what its forecast is made of; largest first, parts of one name added up."""
+    made: dict[str, float] = {}
+    for name, share in parts:
+        for inner, of in (tuple(why) or ((name, 1.0),)) if name == "hazard" else ((name, 1.0),):
+            made[inner] = made.get(inner, 0.0) + share * of
+    return tuple(sorted(made.items(), key=lambda pair: (-pair[1], pair[0])))

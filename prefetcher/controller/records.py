@@ -66,6 +66,7 @@ __all__ = [
     "Decides",
     "Forecasts",
     "HeldWeights",
+    "HintSource",
     "KnownWeights",
     "Memory",
     "NodeReport",
@@ -206,11 +207,29 @@ class ByHand(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
+class PredictorState(msgspec.Struct, frozen=True):
+    """A predictor of the controller. `why_not`: '' while it speaks, else why recent rates speak in its place.
+
+    `fits`, `from_s`, `until_s`, `rows`: how often it was fitted, and on what last. `scores`: by horizon in seconds, how its forecasts did
+    on what came after the fit before. `fallbacks`: forecasts that something else stood in for, by reason, since the controller began.
+    """
+
+    name: str
+    why_not: str = ""
+    fits: int = 0
+    from_s: float | None = None
+    until_s: float | None = None
+    rows: int = 0
+    scores: dict[str, dict[str, float]] = {}
+    fallbacks: dict[str, int] = {}
+
+
 class Decides(msgspec.Struct, frozen=True):
     """Which expert decides on a node as of `at_s`.
 
     `costs_s`: what each expert's shadow cache cost lately, discounted seconds of waiting and of holding. `shadow_wait_s`: how long rows
-    would have waited so far with prefetching off. `learned_rows`: requests learned from since ever, of all nodes.
+    would have waited so far with prefetching off. `learned_rows`: requests learned from since ever, of all nodes; `predictors`: what they
+    made of them.
     """
 
     expert: str
@@ -218,14 +237,30 @@ class Decides(msgspec.Struct, frozen=True):
     costs_s: dict[str, float]
     shadow_wait_s: float
     learned_rows: int = 0
+    predictors: tuple[PredictorState, ...] = ()
+
+
+class HintSource(msgspec.Struct, frozen=True):
+    """How a source's hints turned out, and how far the next one is believed (`core.hints.SourceRecord`)."""
+
+    source: str
+    kept: int
+    broken: int
+    weight: float
 
 
 class Forecasts(msgspec.Struct, frozen=True):
-    """As of `at_s`, and not to be used after `until_s`: P(used within 2, 10 and 60 min) by model, for every model ever used."""
+    """As of `at_s`, and not to be used after `until_s`: P(used within 2, 10 and 60 min) by model, for every model ever used; `hinted`:
+    what hints without a model led to, by source and surface (`core.hint_spread`); `sources`, those whose hints were settled last;
+    `hint_classifier`: `in_force`, or why sources' records stand instead.
+    """
 
     at_s: float
     until_s: float
     models: dict[str, tuple[float, float, float]]
+    hinted: dict[str, tuple[tuple[str, float], ...]] = {}
+    sources: tuple[HintSource, ...] = ()
+    hint_classifier: str = ""
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):
