@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from prefetcher import __version__
+from prefetcher.cli_hints import add_hint_command
 from prefetcher.cli_jobs import add_job_commands
 from prefetcher.cli_predictors import add_predictor_commands
 from prefetcher.cli_roles import Config, add_commands, run_app
@@ -40,7 +41,7 @@ _CommandError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__
 _MOST_BYTES = 10**15
 #: Each has its own caches in memory.
 _MOST_NODES = 10_000
-_BENCHES = ("load", "policies", "replay", "ingest", "ingest-crash", "bad-records", "hint", "hint-burst", "outage")
+_BENCHES = ("load", "policies", "starts", "fit", "replay", "ingest", "ingest-crash", "bad-records", "hint", "hint-burst", "hint-value", "outage")
 _DEFAULT_URL = "http://127.0.0.1:8371"
 
 
@@ -294,6 +295,7 @@ def compile_() -> None:
 
 
 add_commands(app)
+add_hint_command(app)
 add_job_commands(app)
 add_predictor_commands(app)
 

@@ -1,4 +1,7 @@
-"""What the command line asks of a running endpoint: JSON over HTTP with the standard library, errors as the program's own."""
+"""What the command line asks of a running endpoint: JSON over HTTP with the standard library, errors as the program's own.
+
+Servers take `prefetcher.client`, which tells refusals as this does.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import urllib.request
 from typing import Any
 
 from prefetcher.core.types import NAME_LIMIT_BYTES
-from prefetcher.errors import ModelNotFoundError, PrefetcherError, UnavailableError, UsageError, shortened
+from prefetcher.errors import ModelNotFoundError, PrefetcherError, RateLimitedError, UnavailableError, UsageError, shortened
 from prefetcher.secrets import problem_of_address, without_secrets
 
-__all__ = ["act", "delete", "get", "post"]
+__all__ = ["act", "check_address", "delete", "detail_of", "get", "key_of_environment", "post", "refusal"]
 
 _TIMEOUT_S = 15.0
 _KEY_VARIABLE = "PREFETCHER_KEY"
@@ -56,12 +59,12 @@ def act(url: str, act: str, model: str) -> Any:
 
 
 def _ask(url: str, path: str, method: str, body: Any = None) -> Any:
-    _check_address(url)
+    check_address(url)
     sent = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url.rstrip("/") + path, data=sent, method=method)
     if sent is not None:
         request.add_header("Content-Type", "application/json")
-    key = _key()
+    key = key_of_environment()
     if key:
         request.add_header("X-Api-Key", key)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -70,22 +73,14 @@ def _ask(url: str, path: str, method: str, body: Any = None) -> Any:
             return json.load(answer) if answer.status != 204 else None
     except urllib.error.HTTPError as exc:
         with exc:
-            detail = _detail(exc)
-        if exc.code == 400:
-            raise UsageError(detail) from exc
-        if exc.code == 401:
-            raise UsageError(f"{detail}; set {_KEY_VARIABLE} to a key with role operator") from exc
-        if exc.code == 404:
-            raise ModelNotFoundError(detail) from exc
-        if exc.code == 503:
-            raise UnavailableError(detail) from exc
-        raise PrefetcherError(detail) from exc
+            detail = detail_of(exc.read(), f"{exc.code} {exc.reason}")
+        raise refusal(exc.code, detail, exc.headers.get("Retry-After")) from exc
     except (OSError, ValueError, http.client.HTTPException) as exc:
         reason = getattr(exc, "reason", exc)
         raise UnavailableError(f"nobody answers at {without_secrets(url)} ({reason}); start `prefetcher up`, or give --url") from exc
 
 
-def _check_address(url: str) -> None:
+def check_address(url: str) -> None:
     """Raises UsageError, which shows no password of the address."""
     shown = shortened(repr(without_secrets(url)))
     if not url.startswith(("http://", "https://")):
@@ -100,7 +95,7 @@ def _check_address(url: str) -> None:
         raise UsageError(f"{shown} is no address; write http://host:port")
 
 
-def _key() -> str:
+def key_of_environment() -> str:
     """The key of whoever asks. Raises UsageError, which doesn't show it."""
     key = os.environ.get(_KEY_VARIABLE, "").strip()
     if not key.isascii() or not key.isprintable():
@@ -108,10 +103,27 @@ def _key() -> str:
     return key
 
 
-def _detail(error: urllib.error.HTTPError) -> str:
+def refusal(status: int, detail: str, retry_after: str | None) -> PrefetcherError:
+    """The program's own error for what an endpoint refused, or could not do now."""
+    wait_s = float(retry_after) if retry_after is not None and retry_after.isdigit() else 1.0
+    if status in (400, 413, 422):
+        return UsageError(detail)
+    if status == 401:
+        return UsageError(f"{detail}; set {_KEY_VARIABLE} to a key whose role allows it")
+    if status == 404:
+        return ModelNotFoundError(detail)
+    if status == 429:
+        return RateLimitedError(detail, retry_after_s=wait_s)
+    if status == 503:
+        return UnavailableError(detail, retry_after_s=wait_s)
+    return PrefetcherError(detail)
+
+
+def detail_of(raw: bytes, otherwise: str) -> str:
+    """What problem details say, field by field where fields were refused; `otherwise` where there are none."""
     try:
-        found = json.load(error)
+        found = json.loads(raw)
         fields = "; ".join(f"{one['field']}: {one['reason']}" for one in found.get("errors", []))
         return f"{found['detail']}: {fields}" if fields else str(found["detail"])
-    except (ValueError, KeyError, TypeError):
-        return f"{error.code} {error.reason}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return otherwise
