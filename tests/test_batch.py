@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from waiting import eventually
 
 from prefetcher.api.jobs import JobDesk
 from prefetcher.batch.runs import RUNS_KEPT, JobAbout, JobRecord, JobRun, record_of
@@ -49,16 +50,6 @@ def state(server: EmbeddedServer) -> Iterator[RedisState]:
 @pytest.fixture(params=["memory", "server"])
 def either(request: pytest.FixtureRequest) -> StateStore:
     return MemoryState(SystemClock()) if request.param == "memory" else request.getfixturevalue("state")
-
-
-def eventually(what: Callable[[], Any]) -> Any:
-    never = threading.Event()
-    for _ in range(2_000):
-        found = what()
-        if found:
-            return found
-        never.wait(0.01)
-    pytest.fail("it did not happen in time")
 
 
 def job(run: Callable[[Run], Did] = lambda run: Did(3, "three"), **more: Any) -> Job:
