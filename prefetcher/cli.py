@@ -41,7 +41,9 @@ _CommandError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__
 _MOST_BYTES = 10**15
 #: Each has its own caches in memory.
 _MOST_NODES = 10_000
-_BENCHES = ("load", "policies", "starts", "fit", "replay", "ingest", "ingest-crash", "bad-records", "hint", "hint-burst", "hint-value", "outage")
+_BENCHES = (
+    "load", "policies", "starts", "fit", "replay", "ingest", "ingest-crash", "bad-records", "hint", "hint-burst", "hint-value", "outage",
+)  # fmt: skip
 _DEFAULT_URL = "http://127.0.0.1:8371"
 
 

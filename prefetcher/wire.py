@@ -19,6 +19,7 @@ from prefetcher.core.types import NAME_LIMIT_BYTES, ModelName, ModelVersion, Nod
 __all__ = [
     "AHEAD_S",
     "EARLIEST_S",
+    "HINT_KINDS",
     "MOST_COUNT",
     "MOST_VERSION",
     "VERSION",
@@ -40,6 +41,8 @@ VERSION = 1
 MOST_VERSION = 1
 #: 2000-01-01: an earlier time is a unit that was mistaken.
 EARLIEST_S = 946_684_800.0
+#: What a hint may say of itself: the model is to be loaded, or somebody may mean to use it.
+HINT_KINDS = ("load", "intent")
 #: Arrivals that one row stands for.
 MOST_COUNT = 1_000_000_000
 #: Clocks of those who write may be this far ahead of a reader's; what is dated later is refused.
@@ -75,16 +78,18 @@ class RequestMessage(msgspec.Struct, omit_defaults=True):
 
 
 class HintMessage(msgspec.Struct, omit_defaults=True):
-    """Somebody expects a model to be used soon; key: the model."""
+    """Somebody expects a model to be used soon; key: the model, or the source where no model is named."""
 
     hint_id: str
     ts: float
-    model: str
+    model: str | None = None
     source: str = ""
     session: str | None = None
     user: str | None = None
     in_s: float = 0.0
     ttl_s: float = 120.0
+    surface: str = ""
+    kind: str = "load"
     v: int = 1
 
 
@@ -163,9 +168,11 @@ def decode_hint(value: bytes) -> HintMessage:
     message = _decode(_hints, value)
     if message.v > MOST_VERSION:
         raise ValueError(f"too_new: version {message.v}, this program reads up to {MOST_VERSION}")
-    if not message.model or not message.hint_id:
+    if message.model == "" or not message.hint_id:
         raise ValueError("empty_name: model or hint_id is empty")
-    for name in (message.model, message.hint_id, message.source, message.session, message.user):
+    if message.kind not in HINT_KINDS:
+        raise ValueError(f"bad_field: kind is {message.kind[:40]!r}, expected {' or '.join(HINT_KINDS)}")
+    for name in (message.model, message.hint_id, message.source, message.session, message.user, message.surface):
         if name is not None and len(name.encode("utf-8", "replace")) > NAME_LIMIT_BYTES:
             raise ValueError(f"long_name: a name of more than {NAME_LIMIT_BYTES} bytes, {name[:40]!r}…")
     if not message.ts >= EARLIEST_S or math.isinf(message.ts):

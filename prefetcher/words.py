@@ -10,6 +10,7 @@ __all__ = ["expert", "reason", "size", "span"]
 _REASONS: dict[str, str] = {
     # why a prefetch was not ordered (`controller.planning`)
     "victims_worth_more": "what would have to leave is worth more",
+    "hint_unlikely": "others would have to leave for a hint that is unlikely to be kept",
     "below_price": "holding it costs more than it saves",
     "no_room": "what is in use or pinned leaves no room",
     "link_busy": "the disk was busy",

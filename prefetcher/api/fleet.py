@@ -67,6 +67,14 @@ class View:
         return next((p for horizon_s, p in zip(FORECAST_HORIZONS_S, chances, strict=False) if horizon_s >= within_s), chances[-1])
 
 
+    def likely(self, source: str, surface: str, now_s: float) -> tuple[tuple[str, float], ...]:
+        """The models that hints of this place without a model led to, those of any place where it is not known; with probabilities."""
+        if self.forecasts is None or now_s > self.forecasts.until_s:
+            return ()
+        hinted = self.forecasts.hinted
+        return hinted.get(f"{source}\0{surface}", hinted.get("", ()))
+
+
 class Fleet:
     """Reads views. Safe for threads: one reads, the others have what was read before, if it still stands."""
 

@@ -62,13 +62,21 @@ class UnknownModelsError(Exception):
         self.models = models
 
 
-class Hinted(msgspec.Struct, frozen=True):
-    """The answer to one hint; `messages.HintAnswer` is its schema."""
+class LikelyModel(msgspec.Struct, frozen=True):
+    """A model that such hints led to before, and the probability that it is meant."""
+
+    model: str
+    probability: float
+
+
+class Hinted(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to one hint; `messages.HintAnswer` is its schema. `likely` is for one that names no model."""
 
     id: str
-    model: str
+    model: str | None
     state: str
     probability: float | None
+    likely: tuple[LikelyModel, ...] | None = None
 
 
 class _Kept(msgspec.Struct):
@@ -98,7 +106,7 @@ class _Post:
 
     @property
     def models(self) -> frozenset[str]:
-        return frozenset(message.model for unit in self.units for message in unit.messages)
+        return frozenset(m.model for unit in self.units for m in unit.messages if m.model is not None)
 
 
 _kept = msgspec.json.Decoder(_Kept)
@@ -186,6 +194,8 @@ class HintDesk:
                 user=None if hint.user is None else self.user_hash(hint.user),
                 in_s=hint.in_s,
                 ttl_s=hint.ttl_s,
+                surface=hint.surface,
+                kind=hint.kind,
             )
             for hint, given in zip(hints, ids, strict=True)
         )
@@ -304,7 +314,8 @@ class HintDesk:
             ours = {number: unit for number, unit in left.items() if unit.key not in theirs}
             if ours:
                 view = self._view()
-                self._refuse_unknown(frozenset(m.model for unit in ours.values() for m in unit.messages), list(ours.values()), view)
+                named = frozenset(m.model for unit in ours.values() for m in unit.messages if m.model is not None)
+                self._refuse_unknown(named, list(ours.values()), view)
                 results |= zip(ours, self._write(list(ours.values()), view, post.deadline_s), strict=True)
                 left = {number: unit for number, unit in left.items() if number not in ours}
             if not left:
@@ -365,7 +376,8 @@ class HintDesk:
         messages = [message for unit in units for message in unit.messages]
         timeout_s = max(_LEAST_APPEND_S, deadline_s - self._real_s())
         try:
-            self._writer.append(Topic.HINTS, [(message.model, encode(message)) for message in messages], timeout_s=timeout_s)
+            keyed = [(message.model or message.source, encode(message)) for message in messages]
+            self._writer.append(Topic.HINTS, keyed, timeout_s=timeout_s)
         except TemporaryError as exc:
             # Nothing, or perhaps something, was written: the next try writes the same ids.
             self._give_up(units)
@@ -399,6 +411,9 @@ class HintDesk:
             return None
 
     def _answer(self, message: HintMessage, given: str, view: View | None) -> Hinted:
+        if message.model is None:
+            likely = () if view is None else view.likely(message.source, message.surface, self._clock.now_s())
+            return Hinted(given, None, "unlikely", None, tuple(LikelyModel(model, p) for model, p in likely))
         chance = None if view is None else view.probability(message.model, message.in_s + message.ttl_s, self._clock.now_s())
         if view is not None and message.model in view.ready:
             state = "resident"

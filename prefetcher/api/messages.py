@@ -19,6 +19,7 @@ __all__ = [
     "HintAnswer",
     "HintRecord",
     "HintsAnswer",
+    "LikelyModel",
     "Problem",
     "RequestRecord",
     "ResidencyEntry",
@@ -87,7 +88,7 @@ class HintRecord(BaseModel):
 
     model_config = _examples({"model": "llama-8b", "in_s": 5, "ttl_s": 120, "session": "s-1", "hint_id": "9b2e"})
 
-    model: Name = Field(description="the model that is expected to be used")
+    model: Name | None = Field(default=None, description="the model that is expected to be used; absent: which one, is learned")
     in_s: Seconds = Field(default=0.0, ge=0.0, le=86_400.0, allow_inf_nan=False, description="how long from now the use is expected")
     ttl_s: Seconds = Field(default=120.0, gt=0.0, le=86_400.0, allow_inf_nan=False, description="how long after that it may still come")
     session: Name | None = Field(default=None, description="hints of one session for one model fold into one")
@@ -98,22 +99,34 @@ class HintRecord(BaseModel):
     source: Annotated[str, StringConstraints(max_length=64)] = Field(
         default="", description="who says so; with keys it is the name of the key"
     )
+    surface: Annotated[str, StringConstraints(max_length=64)] = Field(default="", description="where in it, as chat or settings-page")
+    kind: Literal["load", "intent"] = Field(default="load", description="to be loaded, or somebody may mean to use it")
     key: Annotated[str, StringConstraints(max_length=200)] | None = Field(
         default=None, description="a publishable key, for what can't set headers", examples=[None]
     )
+
+
+class LikelyModel(BaseModel):
+    """A model that such hints led to before."""
+
+    model: str = Field(examples=["llama-8b"])
+    probability: float = Field(description="that it is the one meant", examples=[0.6])
 
 
 class HintAnswer(BaseModel):
     """A hint is durable and will be planned for."""
 
     id: str = Field(description="its hint_id, or the one that it got", examples=["9b2e"])
-    model: str = Field(examples=["llama-8b"])
+    model: str | None = Field(examples=["llama-8b"])
     state: Literal["resident", "moving", "likely", "unlikely"] = Field(
         description="in some node's memory; on its way there; neither, but a use is forecast with at least 1/2; else unlikely"
     )
     probability: float | None = Field(
         description="of a use within in_s + ttl_s (the next of 2, 10 and 60 minutes), without this hint; null where nothing is forecast",
         examples=[0.31],
+    )
+    likely: list[LikelyModel] | None = Field(
+        default=None, description="of a hint without a model: those that hints of its source and surface led to", examples=[None]
     )
 
 
@@ -242,6 +255,10 @@ class StatusAnswer(BaseModel):
     decides: dict[str, Any] = Field(
         description="the expert that decides, and what each would have cost lately (seconds); empty before the first plan",
         examples=[{"expert": "hazard-mix-prefetch", "at_s": _T, "costs_s": {"lhd": 4.2}, "shadow_wait_s": 7.5}],
+    )
+    hints: dict[str, Any] = Field(
+        description="how each source's hints turned out and how far it is believed; whether the classifier is in force, or why it is not",
+        examples=[{"classifier": "too_few", "sources": [{"source": "chat-page", "kept": 7, "broken": 3, "weight": 0.64}]}],
     )
     orders: list[dict[str, Any]]
     prefetching: bool

@@ -171,6 +171,7 @@ def add_questions(app: FastAPI, service: Service, access: Access) -> None:
             nodes=sorted(service.fleet.view().reports),
             totals=service.totals(found.node),
             decides=service.decides(found.node),
+            hints=service.hint_sources(),
             orders=[msgspec.to_builtins(order) for order in service.orders(20, node=found.node)],
             prefetching=mode != "off",
             mode=mode,

@@ -183,6 +183,13 @@ class Service:
         raw = self._state.read(records.node_key(NodeName(node), "decides"))
         return {} if raw is None else _fields(raw)
 
+    def hint_sources(self) -> dict[str, Any]:
+        """What became of hints by source, as the controller last told: `sources` and `classifier`; empty where it tells nothing."""
+        forecasts = self.fleet.view().forecasts
+        if forecasts is None:
+            return {}
+        return {"classifier": forecasts.hint_classifier, "sources": [msgspec.structs.asdict(source) for source in forecasts.sources]}
+
     def orders(self, count: int, model: str | None = None, node: str | None = None) -> list[records.OrderRecord]:
         """The last `count` orders, newest first; each as it stands. Of `node`, else of this process's own, else (or with `*`) of all.
 

@@ -172,7 +172,7 @@ async def _send(url: str, writer: StreamWriter, seconds: float, rate_per_s: floa
             if straight >= 0.1 * _UNKNOWN_RATIO * rate_per_s:
                 now_s = _clock.now_s()
                 hints = [HintMessage(uuid.uuid4().hex, now_s, f"unknown-{rng.integers(100)}", "product") for _ in range(int(straight))]
-                records = [(hint.model, encode(hint)) for hint in hints]
+                records = [(hint.model or "", encode(hint)) for hint in hints]
                 tasks.add(asyncio.create_task(asyncio.to_thread(writer.append, Topic.HINTS, records, None, 10.0)))
                 sent.straight += len(hints)
                 straight = 0

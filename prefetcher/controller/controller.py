@@ -283,7 +283,7 @@ class Controller:
             if fresh and taken.started:
                 self._wanted.add("started")
             if len(taken.ticks):
-                self._rates = taken.at_tick[:, -1]
+                self._rates = taken.at_tick[: len(WINDOWS_S), -1]
 
     # --- hints ---
 
@@ -586,8 +586,7 @@ class Controller:
         for key, count in {**self._learner.fallback_counts(), **of_hints}.items():
             # A copy that was fitted meanwhile knows fewer of them.
             new = max(0, count - self._counted.get(key, 0))
-            if new:
-                self._metrics.fallbacks.labels(predictor=key[0], reason=key[1]).inc(new)
+            self._metrics.fallbacks.labels(predictor=key[0], reason=key[1]).inc(new)
             self._counted[key] = count
 
     def _look_after_fit(self, now_s: float) -> None:

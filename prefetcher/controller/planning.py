@@ -7,7 +7,7 @@ The rules are the core's (`core.value`, `core.planner`); here they meet what an 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -213,12 +213,23 @@ class _Chooser:
             on_its_way = held is not None and held.decision_id == past.order.decision_id
             may = fetches or self._worth.hint_per_s[i] > 0.0
             waiting = may and held is None and self._given.now_s < past.order.deadline_s and self._index[i] >= self._price
-            if on_its_way or waiting:
+            if on_its_way and held is not None and held.state == "ready":
+                carried.append(self._staying(i, past))
+            elif on_its_way or waiting:
                 carried.append(past.order)
             if waiting:
                 self._promised_bytes += float(self._sizes[i])
                 self._promised_s += float(self._link_s[i])
         return carried
+
+    def _staying(self, i: int, past: PastOrder) -> Order:
+        """The order of what is there and unused: its hold lasts to the tick after the next while its score is still good."""
+        given, order = self._given, past.order
+        score = float(self._index[i]) * load_discount(float(self._worth.fetch_per_s[i]), float(self._link_s[i]))
+        good = self._worth.fetch is not None and score >= self._outlook.policy.stays_at * past.score
+        if order.cause is not Cause.FORECAST or not good:
+            return order
+        return replace(order, hold_s=max(order.hold_s, given.now_s + 2.0 * given.tick_s - order.issued_s))
 
     def _skip(self, reason: str, count: int = 1) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + count

@@ -12,12 +12,13 @@ import numpy.typing as npt
 
 from prefetcher.core.node import Policy, PrefetchRule, Rank
 from prefetcher.core.types import HORIZONS_S
-from prefetcher.core.value import next_use_rate, price_per_byte_s
+from prefetcher.core.value import mean_rate, next_use_rate, price_per_byte_s
 
 __all__ = [
     "EXPERTS",
     "HORIZONS",
     "PERIOD_S",
+    "VARIANTS",
     "WINDOWS_S",
     "expert_policies",
     "rates_of_next_use",
@@ -31,7 +32,10 @@ HORIZONS = (0, 1, 2, 3, 6)
 #: The windows W of the rates, as indices of HORIZONS: the rates' first axis is in this order.
 _WINDOWS = (3, 1, 4)
 WINDOWS_S: tuple[float, ...] = tuple(HORIZONS_S[HORIZONS[w]] for w in _WINDOWS)
-_W10, _W2, _W60 = range(3)
+#: How many rates the experts are told of each model: those of the windows, then the geometric mean of those of all HORIZONS as windows.
+#: It sees both who comes at once and who comes again within the hour.
+VARIANTS = len(WINDOWS_S) + 1
+_W10, _W2, _W60, _ALL = range(VARIANTS)
 _HORIZONS_S = np.array([HORIZONS_S[j] for j in HORIZONS])
 
 _OURS = Policy(Rank.HAZARD, load_aware=True)
@@ -65,6 +69,9 @@ def without_prefetch(policy: Policy) -> Policy:
 
 
 def rates_of_next_use(probability: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """float32[windows, n]: h per second for each of `WINDOWS_S`, from P(used within each of HORIZONS), float32[n, len(HORIZONS)]."""
+    """float32[VARIANTS, n]: h per second for each of `WINDOWS_S` and for all horizons together, from P(used within each of HORIZONS),
+    float32[n, len(HORIZONS)].
+    """
     p = np.ascontiguousarray(probability, dtype=np.float32)
-    return np.stack([next_use_rate(p, _HORIZONS_S, window) for window in _WINDOWS])
+    rates = np.stack([next_use_rate(p, _HORIZONS_S, window) for window in range(len(HORIZONS))])
+    return np.concatenate([rates[list(_WINDOWS)], mean_rate(rates)[np.newaxis]])

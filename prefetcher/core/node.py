@@ -18,6 +18,8 @@ from prefetcher.core.value import DEFAULT_PRICE_S_PER_GB_H, price_per_byte_s
 
 __all__ = [
     "BLOCK_BYTES",
+    "HINTED",
+    "HINT_EVENT",
     "Caches",
     "EventLog",
     "Found",
@@ -103,7 +105,9 @@ class Policy:
     """One policy, in words. `tau` and `variant` are column numbers in `Demand.taus_s` and `Hazard`.
 
     `load_aware`: cost counts queue wait, joiners and those who wait for the link. `margin`: how many times the displaced value a prefetch
-    must be worth. `busy_ratio`: link use over ten minutes above which nothing is prefetched. Seconds and bytes throughout.
+    must be worth. `busy_ratio`: link use over ten minutes above which nothing is prefetched but what is hinted. `hints`: it is told
+    of hints, and fetches for them also where it would not prefetch. `stays_at`: an unused prefetch stays beyond its hold while its score is
+    at least so many times that at which it was fetched. Seconds and bytes throughout.
     """
 
     rank: Rank
@@ -120,6 +124,8 @@ class Policy:
     hold_s: float = float("inf")
     keep_alive_s: float = float("inf")
     idle_windows: bool = False
+    hints: bool = False
+    stays_at: float = float("inf")
     price_per_byte_s: float = price_per_byte_s(DEFAULT_PRICE_S_PER_GB_H)
 
 
@@ -127,7 +133,8 @@ POLICY = np.dtype(
     [
         ("rank", "i8"), ("smith", "?"), ("as_set", "?"), ("bypass", "?"), ("load_aware", "?"), ("tau", "i8"), ("variant", "i8"),
         ("prefetch", "i8"), ("prefetch_variant", "i8"), ("margin", "f8"), ("busy_ratio", "f8"), ("hold_s", "f8"),
-        ("keep_alive_s", "f8"), ("idle_windows", "?"), ("price", "f8"),
+        ("keep_alive_s", "f8"), ("idle_windows", "?"), ("price", "f8"), ("hints", "?"),
+        ("stays_at", "f8"),
     ]
 )  # fmt: skip
 
@@ -161,13 +168,26 @@ RESIDENCY_EVENT = np.dtype(
         ("prefetch", "?"), ("order", "i8"),
     ]
 )  # fmt: skip
-TRANSFER_EVENT = np.dtype([("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("end_s", "f8"), ("prefetch", "?")])
+TRANSFER_EVENT = np.dtype(
+    [("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("end_s", "f8"), ("prefetch", "?"), ("order", "i8")]
+)
 ORDER_EVENT = np.dtype(
     [
         ("cache", "i8"), ("model", "i8"), ("issued_s", "f8"), ("ready_s", "f8"), ("first_use_s", "f8"), ("end_s", "f8"),
         ("outcome", "i8"), ("premature", "?"), ("first_row", "i8"),  # the row of the first use, -1 for none
+        ("hint", "?"),  # issued for a hint, not for a forecast
     ]
 )  # fmt: skip
+
+#: What open hints say of a model (`core.hints.Expected`): 0 for nothing.
+HINTED = np.dtype([("probability", "f8"), ("at_s", "f8"), ("end_s", "f8"), ("until_s", "f8")])
+#: From `ts` on they say this; `news`: somebody said so, and it is acted on at once.
+HINT_EVENT = np.dtype(
+    [("ts", "f8"), ("model", "i8"), ("probability", "f8"), ("at_s", "f8"), ("end_s", "f8"), ("until_s", "f8"), ("news", "?")]
+)
+_NO_HINTED = np.zeros(0, HINTED)
+_NO_HINT_EVENTS = np.zeros(0, HINT_EVENT)
+_NO_HINTS_TAKEN = np.zeros(1, np.int64)
 
 #: Codes of `ORDER_EVENT.outcome`, by position.
 OUTCOMES: tuple[str, ...] = ("open", "timely", "late", "useless", "displaced", "cancelled")
@@ -190,13 +210,17 @@ class World(NamedTuple):
 
 
 class Hazard(NamedTuple):
-    """Rates of next use (`core.value.next_use_rate`) per variant: at each tick for all models, and right after each row."""
+    """Rates of next use (`core.value.next_use_rate`) per variant: at each tick for all models, and right after each row. And hints, for
+    the caches that are told of them; none unless given."""
 
     at_tick: npt.NDArray[np.float32]  #: float32[V, ticks, n]
     after_row: npt.NDArray[np.float32]  #: float32[V, rows of this block]
     latest: npt.NDArray[np.float32]  #: float32[V, n], after each model's latest row; carried from block to block
     first_tick: int  #: number of `at_tick[:, 0]`, ticks since t0
     first_row: int  #: number of `after_row[:, 0]`
+    hinted: npt.NDArray[np.void] = _NO_HINTED  #: HINTED[n], carried from block to block
+    hint_events: npt.NDArray[np.void] = _NO_HINT_EVENTS  #: HINT_EVENT[K], sorted by time
+    hints_taken: npt.NDArray[np.int64] = _NO_HINTS_TAKEN  #: int64[1], how many of them have come
 
 
 class Caches(NamedTuple):
@@ -234,7 +258,7 @@ def set_policy(record: np.void, policy: Policy) -> None:
     record["price"] = policy.price_per_byte_s
     for name in (
         "smith", "as_set", "bypass", "load_aware", "tau", "variant", "prefetch_variant", "margin", "busy_ratio", "hold_s",
-        "keep_alive_s", "idle_windows",
+        "keep_alive_s", "idle_windows", "hints", "stays_at",
     ):  # fmt: skip
         record[name] = getattr(policy, name)
 

@@ -1,4 +1,4 @@
-"""What a cache fetches without demand, by rule: the guarded prefetch by index, the earliest next use, hybrid's pre-warming.
+"""What a cache fetches without demand, by rule: the guarded prefetch by index and by hints, the earliest next use, hybrid's pre-warming.
 
 Called only when the link is idle and no demand waits (`core.node_steps`); each rule starts at most one transfer.
 """
@@ -11,14 +11,28 @@ import numpy as np
 
 from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand
-from prefetcher.core.node import ABSENT, CANCELLED, DISPLACED, OPEN, PREFETCH, PREFETCHING, READY, Caches, EventLog, Hazard, World
+from prefetcher.core.node import (
+    ABSENT,
+    CANCELLED,
+    DISPLACED,
+    OPEN,
+    PREFETCH,
+    PREFETCHING,
+    READY,
+    Caches,
+    EventLog,
+    Hazard,
+    PrefetchRule,
+    World,
+)
 from prefetcher.core.node_memory import evict, make_room, ready_models, start_transfer, take_memory, victims_in_order
 from prefetcher.core.planner import choose_victims, outbids
-from prefetcher.core.ranking import key_of, key_of_rate, next_use_per_s
-from prefetcher.core.value import load_discount
+from prefetcher.core.ranking import hint_per_s, key_of, key_of_rate, next_use_per_s
+from prefetcher.core.value import LEAST_CHANCE, head_start, load_discount
 
-__all__ = ["BUSY_TAU_S", "prefetch_by_index", "prefetch_earliest", "prewarm"]
+__all__ = ["BUSY_TAU_S", "is_likely", "prefetch_by_index", "prefetch_earliest", "prewarm", "stay_on"]
 
+BY_INDEX = int(PrefetchRule.INDEX)
 #: Link use is measured with this time constant.
 BUSY_TAU_S = 600.0
 #: A paused prefetch is worth this much more than one that would start from nothing.
@@ -30,8 +44,8 @@ SECOND_CHANCE = 2.0
 
 
 @kernel_part
-def _issue(e: int, model: int, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
-    """Starts a prefetch whose room is there."""
+def _issue(e: int, model: int, now_s: float, hint: bool, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
+    """Starts a prefetch whose room is there; `hint`: for a hint, not for a forecast."""
     cache = caches.cache[e]
     if cache.partial >= 0 and cache.partial != model:
         evict(e, cache.partial, now_s, CANCELLED, world, demand, caches, log)
@@ -49,6 +63,7 @@ def _issue(e: int, model: int, now_s: float, world: World, demand: Demand, cache
         order.outcome = OPEN
         order.premature = False
         order.first_row = -1
+        order.hint = hint
         caches.weights[e][model].order = number
         caches.weights[e][model].last_order = number
         cache.partial = model
@@ -56,26 +71,45 @@ def _issue(e: int, model: int, now_s: float, world: World, demand: Demand, cache
 
 
 @kernel_part
+def is_likely(e: int, model: int, now_s: float, hazard: Hazard, caches: Caches) -> bool:
+    """Whether open hints say that `model` is used soon, likely enough to displace others for it."""
+    return hint_per_s(e, model, now_s, hazard, caches) > 0.0 and hazard.hinted[model].probability >= LEAST_CHANCE
+
+
+@kernel_part
 def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
-    """The guarded prefetch: on a quiet link, the highest discounted index first, at `margin` times what it displaces."""
+    """The guarded prefetch: on a quiet link, the highest discounted index first, at `margin` times what it displaces. What is hinted is
+    fetched on a busy link too, and by caches that don't prefetch otherwise."""
     cache = caches.cache[e]
     policy = caches.policy[e]
     weights = caches.weights[e]
+    if cache.partial >= 0 and log.orders[weights[cache.partial].order].hint and not is_likely(e, cache.partial, now_s, hazard, caches):
+        evict(e, cache.partial, now_s, CANCELLED, world, demand, caches, log)
+    hinted_only = policy.prefetch != BY_INDEX
     if cache.busy_s * math.exp(-(now_s - cache.busy_at_s) / BUSY_TAU_S) / BUSY_TAU_S > policy.busy_ratio:
-        return
+        if not policy.hints:
+            return
+        hinted_only = True
     best = np.full(CANDIDATES, -1, np.int64)
+    by_hint = np.zeros(CANDIDATES, np.bool_)
     score = np.zeros(CANDIDATES)
     for m in range(len(weights)):
         status = weights[m].status
-        if (status != ABSENT and status != PREFETCH) or demand.rows[m] == 0 or world.size_bytes[m] > cache.capacity:
+        if (status != ABSENT and status != PREFETCH) or world.size_bytes[m] > cache.capacity:
             continue
-        rate = next_use_per_s(policy.rank, policy.tau, policy.prefetch_variant, m, now_s, demand, hazard, world, caches.next_ts)
-        if rate <= 0.0:
+        rate = 0.0
+        if not hinted_only and demand.rows[m] > 0:
+            rate = next_use_per_s(policy.rank, policy.tau, policy.prefetch_variant, m, now_s, demand, hazard, world, caches.next_ts)
+        hinted = hint_per_s(e, m, now_s, hazard, caches)
+        if rate <= 0.0 and hinted <= 0.0:
             continue
         value = key_of_rate(e, m, rate, False, now_s, world, demand, caches) * load_discount(rate, world.link_s[m])
+        if hinted > 0.0:
+            share = head_start(hazard.hinted[m].at_s, hazard.hinted[m].end_s, now_s, world.link_s[m])
+            value = max(value, key_of_rate(e, m, hinted, False, now_s, world, demand, caches) * share)
         if status == PREFETCH:
             value *= RESUME_BONUS
-        elif weights[m].refused_after_s > demand.last_s[m] and value < SECOND_CHANCE * weights[m].priority:
+        elif hinted <= 0.0 and weights[m].refused_after_s > demand.last_s[m] and value < SECOND_CHANCE * weights[m].priority:
             continue
         if value <= policy.price or value <= score[CANDIDATES - 1]:
             continue
@@ -83,9 +117,11 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
         while place > 0 and value > score[place - 1]:
             score[place] = score[place - 1]
             best[place] = best[place - 1]
+            by_hint[place] = by_hint[place - 1]
             place -= 1
         score[place] = value
         best[place] = m
+        by_hint[place] = hinted > 0.0 and hinted >= rate
     if best[0] < 0:
         return
     key = np.empty(0)
@@ -96,12 +132,14 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
         if model < 0:
             return
         if model == cache.partial:
-            _issue(e, model, now_s, world, demand, caches, log)
+            _issue(e, model, now_s, by_hint[place], world, demand, caches, log)
             return
         need = cache.used - partial_bytes + world.size_bytes[model] - cache.capacity
         if need <= 0.0:
             victims = residents[:0]
         else:
+            if by_hint[place] and not is_likely(e, model, now_s, hazard, caches):
+                continue
             if len(key) == 0:
                 residents = ready_models(e, -1, caches)
                 key = np.empty(len(weights))
@@ -118,8 +156,28 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
         for victim in victims:
             evict(e, victim, now_s, DISPLACED, world, demand, caches, log)
         weights[model].priority = score[place]
-        _issue(e, model, now_s, world, demand, caches, log)
+        _issue(e, model, now_s, by_hint[place], world, demand, caches, log)
         return
+
+
+@kernel_part
+def stay_on(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
+    """At a tick, holds of unused forecasts that would end before the next one go on for a tick where the policy's `stays_at` says so:
+    giving up what is still worth its room would only make room for what is worth less."""
+    cache = caches.cache[e]
+    policy = caches.policy[e]
+    weights = caches.weights[e]
+    next_s = now_s + world.tick_s
+    if policy.stays_at == np.inf or cache.expiry_s > next_s:
+        return
+    for m in range(len(weights)):
+        w = weights[m]
+        if w.status != READY or not w.unused or log.orders[w.order].hint or w.expiry_s <= now_s or w.expiry_s > next_s:
+            continue
+        rate = next_use_per_s(policy.rank, policy.tau, policy.prefetch_variant, m, now_s, demand, hazard, world, caches.next_ts)
+        score = key_of_rate(e, m, rate, False, now_s, world, demand, caches) * load_discount(rate, world.link_s[m])
+        if score >= policy.stays_at * w.priority:
+            w.expiry_s += world.tick_s
 
 
 @kernel_part
@@ -151,7 +209,7 @@ def prefetch_earliest(e: int, now_s: float, world: World, demand: Demand, caches
                 return
             for m in victims:
                 evict(e, m, now_s, DISPLACED, world, demand, caches, log)
-    _issue(e, model, now_s, world, demand, caches, log)
+    _issue(e, model, now_s, False, world, demand, caches, log)
 
 
 @kernel_part
@@ -176,4 +234,4 @@ def prewarm(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, 
         return
     weights[model].warm_s = np.inf
     if make_room(e, model, now_s, world, demand, hazard, caches, log):
-        _issue(e, model, now_s, world, demand, caches, log)
+        _issue(e, model, now_s, False, world, demand, caches, log)

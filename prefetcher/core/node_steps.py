@@ -1,8 +1,8 @@
-"""The transitions of a node without bytes: rows come, transfers end, ticks pass; who is loaded next, what was found.
+"""The transitions of a node without bytes: rows and hints come, transfers end, ticks pass; who is loaded next, what was found.
 
 Kernels over `core.node` state. `advance` takes all caches of a node through a stretch of the log; replay, the Hedge's shadow caches and the
-tests all call it. Order at one instant: transfer ends, then ticks and pre-warming, then the row. Room is found by `core.node_memory`, what
-is fetched without demand by `core.node_prefetch`.
+tests all call it. Order at one instant: transfer ends, then ticks and pre-warming, then hints, then the row. Room is found by
+`core.node_memory`, what is fetched without demand by `core.node_prefetch`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from prefetcher.core.compiled import kernel, kernel_part
 from prefetcher.core.demand import Demand, observe
 from prefetcher.core.node import (
     ABSENT,
+    CANCELLED,
     DEMAND,
     HELD,
     IDLE,
@@ -39,7 +40,7 @@ from prefetcher.core.node import (
     World,
 )
 from prefetcher.core.node_memory import evict, make_room, set_expiry, start_transfer, sweep_expired, sweep_priced, take_memory
-from prefetcher.core.node_prefetch import BUSY_TAU_S, prefetch_by_index, prefetch_earliest, prewarm
+from prefetcher.core.node_prefetch import BUSY_TAU_S, is_likely, prefetch_by_index, prefetch_earliest, prewarm, stay_on
 from prefetcher.core.planner import next_in_smith_order
 from prefetcher.core.ranking import idle_window, sieve_enter
 from prefetcher.core.references import by_reference
@@ -65,6 +66,7 @@ def _log_segment(e: int, now_s: float, caches: Caches, log: EventLog) -> None:
         event.start_s = cache.segment_s
         event.end_s = now_s
         event.prefetch = caches.weights[e][cache.moving].prefetched and cache.link != UNCACHED
+        event.order = caches.weights[e][cache.moving].order
     cache.busy_s = cache.busy_s * math.exp(-(now_s - cache.busy_at_s) / BUSY_TAU_S) + (now_s - cache.segment_s)
     cache.busy_at_s = now_s
 
@@ -109,7 +111,7 @@ def _after_use(e: int, model: int, now_s: float, world: World, demand: Demand, c
 
 
 @kernel_part
-def _end_transfer(e: int, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
+def _end_transfer(e: int, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
     cache = caches.cache[e]
     policy = caches.policy[e]
     now_s = cache.finish_s
@@ -142,7 +144,10 @@ def _end_transfer(e: int, world: World, demand: Demand, caches: Caches, log: Eve
     else:
         cache.partial = -1
         w.priority = max(w.priority, cache.clock)
-        set_expiry(e, model, w.tail_s if policy.idle_windows else now_s + policy.hold_s, caches)
+        hold_until_s = now_s + policy.hold_s
+        if w.order >= 0 and log.orders[w.order].hint:
+            hold_until_s = max(hazard.hinted[model].until_s, now_s)
+        set_expiry(e, model, w.tail_s if policy.idle_windows else hold_until_s, caches)
 
 
 @kernel_part
@@ -188,7 +193,7 @@ def _next_transfer(
         cache.next_warm_s = np.inf
     elif opportunity:
         rule = caches.policy[e].prefetch
-        if rule == BY_INDEX:
+        if rule == BY_INDEX or caches.policy[e].hints:
             sweep_expired(e, now_s, world, demand, caches, log)
             prefetch_by_index(e, now_s, world, demand, hazard, caches, log)
         elif rule == BY_EARLIEST:
@@ -224,7 +229,7 @@ def _run_until(e: int, until_s: float, world: World, demand: Demand, hazard: Haz
         now_s = caches.next_event_s[e]
         opportunity = True
         if cache.finish_s <= now_s:
-            _end_transfer(e, world, demand, caches, log)
+            _end_transfer(e, world, demand, hazard, caches, log)
         elif cache.next_tick_s <= now_s:
             cache.next_tick_s += world.tick_s
             if cache.next_tick_s > world.t1_s or (policy.prefetch != BY_INDEX and (policy.price == 0.0 or not policy.load_aware)):
@@ -232,6 +237,8 @@ def _run_until(e: int, until_s: float, world: World, demand: Demand, hazard: Haz
             if policy.price > 0.0 and policy.load_aware:
                 sweep_priced(e, now_s, world, demand, hazard, caches, log)
             opportunity = policy.prefetch == BY_INDEX
+            if opportunity:
+                stay_on(e, now_s, world, demand, hazard, caches, log)
         if cache.link == IDLE:
             _next_transfer(e, now_s, opportunity, world, demand, hazard, caches, log)
         _schedule(e, caches)
@@ -313,12 +320,71 @@ def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Deman
             cache.queued += 1
     _wait(e, row, model, now_s, caches, log)
     if cache.link == PREFETCHING:
-        block_s = world.block_s[cache.moving]
-        end_s = cache.segment_s + math.ceil((now_s - cache.segment_s) / block_s + 1e-9) * block_s
-        if end_s < cache.finish_s:
-            cache.link = PAUSING
-            cache.finish_s = end_s
+        _pause(e, now_s, world, caches)
     return found
+
+
+@kernel_part
+def _pause(e: int, now_s: float, world: World, caches: Caches) -> None:
+    """The prefetch on the link ends with its block, unless that is its last."""
+    cache = caches.cache[e]
+    block_s = world.block_s[cache.moving]
+    end_s = cache.segment_s + math.ceil((now_s - cache.segment_s) / block_s + 1e-9) * block_s
+    if end_s < cache.finish_s:
+        cache.link = PAUSING
+        cache.finish_s = end_s
+
+
+@kernel_part
+def _hear(e: int, event: int, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
+    """What hints say of one model has changed, and one cache is told."""
+    now_s = hazard.hint_events[event].ts
+    news = hazard.hint_events[event].news
+    model = int(hazard.hint_events[event].model)
+    said = hazard.hinted[model]
+    cache = caches.cache[e]
+    w = caches.weights[e][model]
+    likely = is_likely(e, model, now_s, hazard, caches)
+    if w.order >= 0 and log.orders[w.order].hint:
+        if w.status == READY and w.unused and said.probability > 0.0:
+            set_expiry(e, model, max(w.expiry_s, said.until_s), caches)
+        elif w.status == PREFETCH and not likely and not news:
+            if cache.link == PREFETCHING and cache.moving == model:
+                _pause(e, now_s, world, caches)
+            elif cache.moving != model:
+                evict(e, model, now_s, CANCELLED, world, demand, caches, log)
+    wanted = news and likely and w.status == ABSENT and world.size_bytes[model] <= cache.capacity
+    # What moves for a forecast can wait for what is due; what moves for a hint was first.
+    if wanted and cache.link == PREFETCHING and not log.orders[caches.weights[e][cache.moving].order].hint:
+        _pause(e, now_s, world, caches)
+    if news and cache.link == IDLE:
+        _next_transfer(e, now_s, True, world, demand, hazard, caches, log)
+    _schedule(e, caches)
+
+
+@kernel_part
+def _hear_until(until_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> bool:
+    """Hints up to `until_s`, inclusive; False when the log is full and the caller must grow it."""
+    events = hazard.hint_events
+    taken = hazard.hints_taken
+    count = len(caches.policy)
+    while taken[0] < len(events) and events[taken[0]].ts <= until_s:
+        event = int(taken[0])
+        for e in range(count):
+            if caches.next_event_s[e] <= events[event].ts and not _run_until(e, events[event].ts, world, demand, hazard, caches, log):
+                return False
+        if not _has_space(len(world.size_bytes), count, log):
+            return False
+        said = hazard.hinted[events[event].model]
+        said.probability = events[event].probability
+        said.at_s = events[event].at_s
+        said.end_s = events[event].end_s
+        said.until_s = events[event].until_s
+        taken[0] += 1
+        for e in range(count):
+            if caches.policy[e].hints:
+                _hear(e, event, world, demand, hazard, caches, log)
+    return True
 
 
 @kernel
@@ -334,6 +400,8 @@ def advance(first: int, last: int, until_s: float, world: World, demand: Demand,
     for row in range(first, last):
         now_s = world.ts[row]
         model = int(world.model[row])
+        if len(hazard.hint_events) > 0 and not _hear_until(now_s, world, demand, hazard, caches, log):
+            return row
         for e in range(count):
             if caches.next_event_s[e] <= now_s and not _run_until(e, now_s, world, demand, hazard, caches, log):
                 return row
@@ -352,6 +420,10 @@ def advance(first: int, last: int, until_s: float, world: World, demand: Demand,
             if caches.cache[e].link == IDLE:
                 _next_transfer(e, now_s, caches.policy[e].prefetch == BY_EARLIEST, world, demand, hazard, caches, log)
             _schedule(e, caches)
+        if len(hazard.hinted) > 0:
+            hazard.hinted[model].probability = 0.0  # kept
+    if len(hazard.hint_events) > 0 and not _hear_until(until_s, world, demand, hazard, caches, log):
+        return last
     for e in range(count):
         if not _run_until(e, until_s, world, demand, hazard, caches, log):
             return last

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand, decayed_rate, hit_density
 from prefetcher.core.node import IDLE_BINS, Caches, Hazard, Rank, World
-from prefetcher.core.value import index_per_byte, miss_cost_s
+from prefetcher.core.value import hinted_rate, index_per_byte, miss_cost_s
 
-__all__ = ["idle_window", "key_of", "key_of_rate", "next_use_per_s", "sieve_enter", "sieve_leave", "sieve_next"]
+__all__ = ["hint_per_s", "idle_window", "key_of", "key_of_rate", "next_use_per_s", "sieve_enter", "sieve_leave", "sieve_next"]
 
 LRU, LFU, MIX, GDSF, SIEVE, LHD, HAZARD, HAZARD_MIX, NEXT_USE, NEXT_USE_BYTES = (int(r) for r in Rank)
 #: Columns of STANDARD_TAUS_S that the mix averages, and the one that tells how many join a load.
@@ -80,6 +80,15 @@ def next_use_per_s(
 
 
 @kernel_part
+def hint_per_s(e: int, model: int, now_s: float, hazard: Hazard, caches: Caches) -> float:
+    """The rate of next use that open hints alone speak of; 0 for a cache that is not told of them."""
+    if not caches.policy[e].hints or len(hazard.hinted) == 0:
+        return 0.0
+    said = hazard.hinted[model]
+    return hinted_rate(said.probability, said.at_s, said.end_s, now_s)
+
+
+@kernel_part
 def key_of_rate(e: int, model: int, rate: float, own_waiting: bool, now_s: float, world: World, demand: Demand, caches: Caches) -> float:
     """The key of a model whose rate of next use is known: the index where the policy is load-aware, else the rate itself."""
     if not caches.policy[e].load_aware:
@@ -106,6 +115,7 @@ def key_of(
     if rank == GDSF:
         return float(weights[model].priority)
     rate = next_use_per_s(rank, policy.tau, variant, model, now_s, demand, hazard, world, caches.next_ts)
+    rate = max(rate, hint_per_s(e, model, now_s, hazard, caches))
     return key_of_rate(e, model, rate, own_waiting, now_s, world, demand, caches)
 
 

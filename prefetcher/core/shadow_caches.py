@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from prefetcher.core.compiled import kernel
 from prefetcher.core.demand import STANDARD_TAUS_S, Demand, decayed_rate, new_demand
-from prefetcher.core.experts import EXPERTS, PERIOD_S, WINDOWS_S, expert_policies, without_prefetch
+from prefetcher.core.experts import EXPERTS, PERIOD_S, VARIANTS, expert_policies, without_prefetch
 from prefetcher.core.hedge import Hedge
 from prefetcher.core.node import (
     BLOCK_BYTES,
@@ -109,8 +109,8 @@ class ShadowCaches:
         self._link_s = np.zeros(0)
         self._served = np.zeros(0, np.bool_)
         self._capacity = 0.0
-        self._column = np.zeros((len(WINDOWS_S), 0), np.float32)
-        self._latest = np.zeros((len(WINDOWS_S), 0), np.float32)
+        self._column = np.zeros((VARIANTS, 0), np.float32)
+        self._latest = np.zeros((VARIANTS, 0), np.float32)
         self._log = new_event_log(SHADOW + 1, 0, [])
         self._demand = new_demand(0, self._t0_s, STANDARD_TAUS_S)
         self._caches = self._fresh()
@@ -153,8 +153,8 @@ class ShadowCaches:
         self._size = np.concatenate([self._size, np.ones(more)])
         self._link_s = np.concatenate([self._link_s, np.ones(more)])
         self._served = np.concatenate([self._served, np.zeros(more, np.bool_)])
-        self._column = np.concatenate([self._column, np.full((len(WINDOWS_S), more), np.nan, np.float32)], axis=1)
-        self._latest = np.concatenate([self._latest, np.zeros((len(WINDOWS_S), more), np.float32)], axis=1)
+        self._column = np.concatenate([self._column, np.full((VARIANTS, more), np.nan, np.float32)], axis=1)
+        self._latest = np.concatenate([self._latest, np.zeros((VARIANTS, more), np.float32)], axis=1)
         old, known = self._caches, self._demand
         self._demand = new_demand(models, self._t0_s, STANDARD_TAUS_S)
         for name in ("decayed", "last_s", "rows", "mean_gap_s", "class_"):
@@ -199,8 +199,8 @@ class ShadowCaches:
     ) -> None:
         """Takes in rows in stream order, then lets time pass up to `until_s`.
 
-        `after_row` float32[windows, N] are the rates right after each row; `ticks` float64[T], consecutive multiples of the tick, and
-        `at_tick` float32[windows, T, n] those of all models then. A row that is late counts as if it came now, rows of models that
+        `after_row` float32[VARIANTS, N] are the rates right after each row; `ticks` float64[T], consecutive multiples of the tick, and
+        `at_tick` float32[VARIANTS, T, n] those of all models then. A row that is late counts as if it came now, rows of models that
         the node does not serve not at all.
         """
         self._grow(max(int(model.max()) + 1 if len(model) else 0, at_tick.shape[2]))
@@ -210,7 +210,7 @@ class ShadowCaches:
         self._pass_over(until_s if not len(times) else float(times[0]))
         columns, first_tick = self._column[:, None, :], 0
         if len(ticks):
-            new = np.full((len(WINDOWS_S), len(ticks), len(self._size)), np.nan, np.float32)
+            new = np.full((VARIANTS, len(ticks), len(self._size)), np.nan, np.float32)
             new[:, :, : at_tick.shape[2]] = at_tick
             columns = np.concatenate([columns, new], axis=1)
             first_tick = round((float(ticks[0]) - self._t0_s) / self._tick_s) - 1
@@ -281,7 +281,7 @@ class ShadowCaches:
         policy, n = self._policies[self._hedge.live], len(self._size)
         now_s = max(now_s, self._at_s)
         world = self._world(np.zeros(0), np.zeros(0, np.int32))
-        hazard = Hazard(self._column[:, None, :].copy(), np.zeros((len(WINDOWS_S), 0), np.float32), self._latest, 0, 0)
+        hazard = Hazard(self._column[:, None, :].copy(), np.zeros((VARIANTS, 0), np.float32), self._latest, 0, 0)
 
         def rates(variant: int) -> Floats:
             out = np.zeros(n)
@@ -318,6 +318,7 @@ class ShadowCaches:
             arrays[name] = np.frombuffer(records.tobytes(), np.uint8).copy()
         facts = {
             "experts": list(_NAMES),
+            "orders": list(ORDER_EVENT.names or ()),
             "hedge": self._hedge.snapshot(),
             "t0_s": self._t0_s,
             "at_s": self._at_s,
@@ -331,6 +332,8 @@ class ShadowCaches:
         """Goes on from a snapshot, at its own price, hold and tick. Raises ValueError for one that is of other experts or another shape."""
         if facts.get("experts") != list(_NAMES):
             raise ValueError(f"shadow caches of {facts.get('experts')}, expected {list(_NAMES)}")
+        if facts.get("orders") != list(ORDER_EVENT.names or ()):
+            raise ValueError("shadow caches whose orders have other fields")
         n = len(arrays["size"])
         shapes = ((len(_NAMES) + 1) * CACHE.itemsize, (len(_NAMES) + 1) * n * WEIGHTS.itemsize)
         if (len(arrays["cache"]), len(arrays["weights"])) != shapes or len(arrays["orders"]) % ORDER_EVENT.itemsize:

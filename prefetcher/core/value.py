@@ -15,9 +15,13 @@ from prefetcher.core.compiled import kernel, kernel_part
 
 __all__ = [
     "DEFAULT_PRICE_S_PER_GB_H",
+    "LEAST_CHANCE",
+    "head_start",
+    "hinted_rate",
     "index_per_byte",
     "load_discount",
     "mean_load_s",
+    "mean_rate",
     "miss_cost_s",
     "next_use_rate",
     "price_per_byte_s",
@@ -26,6 +30,10 @@ __all__ = [
 #: Seconds of waiting that one GB held for one hour is worth, unless the operator says otherwise. On an ordinary node the host RAM is
 #: bought with the GPU and idle beside it, so holding is nearly free: at 3.5 GB/s this keeps what is used about once in six days.
 DEFAULT_PRICE_S_PER_GB_H = 0.002
+
+
+#: What is hinted displaces others only when its use is at least this likely: below it, most of what hints move would be moved for nothing.
+LEAST_CHANCE = 0.4
 
 
 def price_per_byte_s(seconds_per_gb_h: float) -> float:
@@ -63,6 +71,25 @@ def load_discount(next_use_per_s: float, link_s: float) -> float:
 
 
 @kernel_part
+def hinted_rate(probability: float, at_s: float, end_s: float, now_s: float) -> float:
+    """h = P(T ≤ W) / E[min(T, W)] of a use that was announced, W the time left to `end_s`; per second, 0 once that has come.
+
+    It comes with `probability`, evenly between `at_s` and `end_s`, or not at all.
+    """
+    left_s = end_s - now_s
+    if left_s <= 0.0 or probability <= 0.0:
+        return 0.0
+    mean_s = probability * (0.5 * (max(at_s, now_s) + end_s) - now_s) + (1.0 - probability) * left_s
+    return probability / max(mean_s, 1e-3)
+
+
+@kernel_part
+def head_start(at_s: float, end_s: float, now_s: float, link_s: float) -> float:
+    """The share of a load that is done when an announced use comes, if it starts now: what takes the place of `load_discount`."""
+    return min(1.0, max(0.5 * (max(at_s, now_s) + end_s) - now_s, 0.0) / max(link_s, 1e-9))
+
+
+@kernel_part
 def _next_use_rate(probability: npt.NDArray[np.float32], horizons_s: npt.NDArray[np.float64], last: int) -> float:
     survive = 1.0
     expected_s = 0.0
@@ -87,4 +114,16 @@ def next_use_rate(probability: npt.NDArray[np.float32], horizons_s: npt.NDArray[
     out = np.empty(len(probability), np.float32)
     for i in range(len(probability)):
         out[i] = np.nan if np.isnan(probability[i, 0]) else _next_use_rate(probability[i], horizons_s, last)
+    return out
+
+
+@kernel
+def mean_rate(rates: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """float32[n]: the geometric mean of `rates` float32[k, n] over its rows; rates are above 0, NaN gives NaN."""
+    out = np.empty(rates.shape[1], np.float32)
+    for i in range(rates.shape[1]):
+        log_rate = 0.0
+        for j in range(len(rates)):
+            log_rate += math.log(rates[j, i])
+        out[i] = math.exp(log_rate / len(rates))
     return out

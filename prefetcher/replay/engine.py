@@ -91,6 +91,13 @@ def _times(values: npt.NDArray[np.float64]) -> pa.Array:
     return pa.array(values, mask=~np.isfinite(values))
 
 
+def _causes(prefetch: npt.NDArray[np.bool_], order: npt.NDArray[np.int64], orders: npt.NDArray[np.void]) -> pa.Array:
+    """The cause of each event; `order` is the number of its order where it is a prefetch."""
+    hinted = prefetch & orders["hint"][np.where(prefetch, order, 0)] if len(orders) else np.zeros(len(prefetch), np.bool_)
+    names = ["demand", "forecast", "hint"] if hinted.any() else ["demand", "forecast"]
+    return _names(prefetch.astype(np.int8) + hinted, names)
+
+
 def _redundant(orders: npt.NDArray[np.void], log: EventLog, shadow: int | None) -> pa.Array:
     if shadow is None:
         return pa.nulls(len(orders), pa.bool_())
@@ -123,7 +130,7 @@ def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace
         columns = [
             _same(part.node, n), _names(held["model"], trace.models), _same("", n), _same("host", n), _times(held["start_s"]),
             _times(ready_s), _times(np.minimum(held["last_use_s"], end_s)), _times(end_s),
-            _names(held["prefetch"].astype(np.int8), ["demand", "forecast"]), _names(outcome, [*OUTCOMES, "demand"]),
+            _causes(held["prefetch"], held["order"], orders), _names(outcome, [*OUTCOMES, "demand"]),
             pa.array(size[held["model"]]),
         ]  # fmt: skip
         tables["residency"].append(pa.Table.from_arrays(columns, names=SCHEMAS["residency"].names).cast(SCHEMAS["residency"]))
@@ -134,14 +141,16 @@ def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace
         moved_bytes = np.minimum(np.rint(moved_bytes), size[moved["model"]]).astype(np.int64)
         columns = [
             _same(part.node, n), _names(moved["model"], trace.models), _same("disk", n), _same("host", n), _times(moved["start_s"]),
-            _times(moved["end_s"]), pa.array(moved_bytes), _names(moved["prefetch"].astype(np.int8), ["demand", "forecast"]),
+            _times(moved["end_s"]), pa.array(moved_bytes), _causes(moved["prefetch"], moved["order"], orders),
         ]  # fmt: skip
         tables["transfers"].append(pa.Table.from_arrays(columns, names=SCHEMAS["transfers"].names).cast(SCHEMAS["transfers"]))
         mine = orders[orders["cache"] == e]
+        causes = ["forecast", "hint"] if mine["hint"].any() else ["forecast"]
         n = len(mine)
         columns = [
             pa.array([f"{part.node}/{i}" for i in range(n)], pa.string()), _same(part.node, n), _names(mine["model"], trace.models),
-            _same("", n), _same("host", n), _same("forecast", n), _same("treated", n), _times(mine["issued_s"]), _times(mine["issued_s"]),
+            _same("", n), _same("host", n), _names(mine["hint"].astype(np.int8), causes), _same("treated", n),
+            _times(mine["issued_s"]), _times(mine["issued_s"]),
             _times(mine["ready_s"]), _times(mine["first_use_s"]), _times(np.minimum(mine["end_s"], np.maximum(t1, mine["issued_s"]))),
             _names(mine["outcome"], OUTCOMES), pa.array(mine["premature"]), _redundant(mine, log, shadow),
         ]  # fmt: skip

@@ -9,15 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from prefetcher.core.demand import STANDARD_TAUS_S, new_demand
-from prefetcher.core.experts import EXPERTS, HORIZONS, PERIOD_S, WINDOWS_S, expert_policies, rates_of_next_use, without_prefetch
+from prefetcher.core.experts import EXPERTS, HORIZONS, PERIOD_S, VARIANTS, expert_policies, rates_of_next_use, without_prefetch
 from prefetcher.core.hedge import Hedge
-from prefetcher.core.node import ABSENT, QUEUED, READY, Found, Hazard, World, new_caches, new_event_log, no_hazard, set_policy
+from prefetcher.core.node import (
+    ABSENT,
+    HINTED,
+    QUEUED,
+    READY,
+    Found,
+    Hazard,
+    World,
+    new_caches,
+    new_event_log,
+    no_hazard,
+    set_policy,
+)
 from prefetcher.core.node_run import run_rows
 from prefetcher.core.value import price_per_byte_s
 from prefetcher.replay.engine import TICK_S, close_node
@@ -79,7 +91,7 @@ def score_blocks(trace: Trace, seed: int, progress: Progress, periods: int = _BL
         model, user, count = (column[first:last].astype(np.int64) for column in (trace.model, trace.user, trace.count))
         scored = stream.advance(trace.ts[first:last], model, user if trace.users else None, count, until_s)
         ticks = len(scored.ticks)
-        at_tick = rates_of_next_use(scored.p_ticks.reshape(-1, len(HORIZONS))).reshape(len(WINDOWS_S), ticks, -1)
+        at_tick = rates_of_next_use(scored.p_ticks.reshape(-1, len(HORIZONS))).reshape(VARIANTS, ticks, -1)
         block = RateBlock(from_s, until_s, first, tick, at_tick, rates_of_next_use(scored.p_rows))
         # Events at a period's end are the period's, and see the tick of that moment: it is the next block's first.
         if waiting is not None:
@@ -110,35 +122,50 @@ class NodeRun:
     """Ours on one node: the experts, the live cache, its twin without prefetching, and the live cache at other `prices`, in lockstep.
 
     Slots of its log: LIVE, SHADOW, and AT_PRICE + k for prices[k]. `chosen` is the expert of every period. Prices in seconds per GB·h.
+    With `hints`, the live cache is told of hints, at every price; experts and twin are not, as in production.
     """
 
-    def __init__(self, world: World, capacity_bytes: float, price_s_per_gb_h: float, hold_s: float, prices: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        world: World,
+        capacity_bytes: float,
+        price_s_per_gb_h: float,
+        hold_s: float,
+        prices: Sequence[float] = (),
+        hints: bool = False,
+    ) -> None:
         self.world = world
         self.chosen: list[int] = []
         self._price = price_per_byte_s(price_s_per_gb_h)
         self._experts = expert_policies(price_s_per_gb_h, hold_s)
-        self._at_price = [expert_policies(price, hold_s) for price in prices]
+        self._live = [replace(policy, hints=hints) for policy in self._experts]
+        self._at_price = [[replace(policy, hints=hints) for policy in expert_policies(price, hold_s)] for price in prices]
         self._hedge = Hedge(len(EXPERTS))
-        first = [self._experts[0], without_prefetch(self._experts[0]), *(experts[0] for experts in self._at_price)]
+        first = [self._live[0], without_prefetch(self._experts[0]), *(experts[0] for experts in self._at_price)]
         self._caches = new_caches([*self._experts, *first], world, capacity_bytes)
         count = len(self._caches.policy)
         self.log = new_event_log(count, len(world.ts), list(range(LIVE, count)))
         self._demand = new_demand(len(world.size_bytes), world.t0_s, STANDARD_TAUS_S)
-        self._hazard = no_hazard(len(world.size_bytes), len(WINDOWS_S))
+        self._hazard = no_hazard(len(world.size_bytes), VARIANTS)
+        if hints:
+            self._hazard = self._hazard._replace(hinted=np.zeros(len(world.size_bytes), HINTED))
         self._rows = 0
 
-    def take(self, block: RateBlock, rows: npt.NDArray[np.int64]) -> None:
-        """Goes through a block; `rows` are the node's, as positions in the whole log."""
+    def take(self, block: RateBlock, rows: npt.NDArray[np.int64], hints: npt.NDArray[np.void] | None = None) -> None:
+        """Goes through a block; `rows` are the node's, as positions in the whole log, `hints` HINT_EVENT[K] what the node is told in it."""
         first, last = np.searchsorted(rows, (block.first_row, block.last_row))
-        self.see(block, np.ascontiguousarray(block.after_row[:, rows[first:last] - block.first_row]))
+        self.see(block, np.ascontiguousarray(block.after_row[:, rows[first:last] - block.first_row]), hints)
         for end_s, until_s in block.periods(self.world.t1_s):
             self.begin_period()
             self.go(int(np.searchsorted(self.world.ts, end_s)), until_s)
             self.end_period()
 
-    def see(self, block: RateBlock, after_row: Floats32) -> None:
-        """Takes a block's rates; `after_row` float32[V, rows of this node from here on]."""
-        self._hazard = Hazard(block.at_tick, after_row, self._hazard.latest, block.first_tick, self._rows)
+    def see(self, block: RateBlock, after_row: Floats32, hints: npt.NDArray[np.void] | None = None) -> None:
+        """Takes a block's rates, `after_row` float32[V, rows of this node from here on], and its hints."""
+        before = self._hazard
+        self._hazard = Hazard(block.at_tick, after_row, before.latest, block.first_tick, self._rows, before.hinted)
+        if hints is not None:
+            self._hazard = self._hazard._replace(hint_events=hints, hints_taken=np.zeros(1, np.int64))
 
     def go(self, rows: int, until_s: float) -> None:
         """Goes through the node's rows up to `rows` (exclusive), then through events up to `until_s`, inclusive."""
@@ -150,7 +177,7 @@ class NodeRun:
         number = self._hedge.live
         self.chosen.append(number)
         policy = self._caches.policy
-        set_policy(policy[LIVE], self._experts[number])
+        set_policy(policy[LIVE], self._live[number])
         set_policy(policy[SHADOW], without_prefetch(self._experts[number]))
         for k, experts in enumerate(self._at_price):
             set_policy(policy[AT_PRICE + k], experts[number])

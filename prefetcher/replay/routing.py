@@ -42,9 +42,9 @@ class _Lane:
         self._rates = np.zeros((0, 0), np.float32)
         self._rates_from = 0
 
-    def see(self, block: RateBlock) -> None:
+    def see(self, block: RateBlock, hints: npt.NDArray[np.void] | None) -> None:
         self._rates, self._rates_from = np.zeros_like(block.after_row), self.filled
-        self.run.see(block, self._rates)
+        self.run.see(block, self._rates, hints)
 
     def add(self, row: int, ts: float, model: int, rates: npt.NDArray[np.float32]) -> None:
         self.rows[self.filled], self.world.ts[self.filled], self.world.model[self.filled] = row, ts, model
@@ -73,11 +73,11 @@ class RoutedNodes:
         ]
         self._lanes = [_Lane(part, n, make) for part, n in zip(parts, room, strict=True)]
 
-    def take(self, block: RateBlock) -> None:
-        """All nodes go through a block."""
+    def take(self, block: RateBlock, hints: list[npt.NDArray[np.void]] | None = None) -> None:
+        """All nodes go through a block; `hints` are each node's."""
         trace, first = self._trace, block.first_row
-        for lane in self._lanes:
-            lane.see(block)
+        for k, lane in enumerate(self._lanes):
+            lane.see(block, None if hints is None else hints[k])
         for end_s, until_s in block.periods(trace.t1):
             for lane in self._lanes:
                 lane.run.begin_period()

@@ -23,12 +23,13 @@ from prefetcher.errors import UsageError
 from prefetcher.replay.accounts import PolicyLogs, totals, write_logs
 from prefetcher.replay.capacity import capacity_notes, check_capacity
 from prefetcher.replay.catalog import read_load_times
-from prefetcher.replay.engine import build_tables, close_node, split_by_node
+from prefetcher.replay.engine import TICK_S, build_tables, close_node, split_by_node
 from prefetcher.replay.frontier import FrontierPoint
+from prefetcher.replay.hints import HintFeed, HintLog, check_hints, describe_hints, of_hinted_rows, read_hints
 from prefetcher.replay.ours import AT_PRICE, LIVE, SHADOW, NodeRun, RateBlock, computed_ahead, score_blocks
 from prefetcher.replay.policies import DEFAULT_POLICIES, OURS, parse_policy, standard_taus
 from prefetcher.replay.routing import RoutedNodes, needs_routing
-from prefetcher.replay.terminal import policies_table, scored_in_words
+from prefetcher.replay.terminal import hints_in_words, policies_table, scored_in_words
 from prefetcher.replay.trace import Trace, read_trace
 from prefetcher.replay.verdict import Verdict
 
@@ -51,17 +52,19 @@ def _quiet(_done: float, _what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """The logs of ours and of its shadow without prefetching, and what ours held and waited at other prices."""
+    """The logs of ours and of its shadow without prefetching, what ours held and waited at other prices, and how hints turned out."""
 
     logs: PolicyLogs
     shadow: PolicyLogs
     frontier: list[FrontierPoint]
+    hints: HintFeed | None = None
 
 
 class Simulation:
     """One trace on `nodes` nodes of `capacity_bytes` each. Runs policies by name.
 
-    `blocks` are the hazard's rates for ours, if they are kept (`list(score_blocks(…))`); else they are computed as they are needed.
+    `blocks` are the hazard's rates for ours, if they are kept (`list(score_blocks(…))`); else they are computed as they are needed. `hints`
+    are told to ours.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Simulation:
         hold_s: float = DEFAULT_HOLD_S,
         seed: int = 0,
         blocks: Sequence[RateBlock] | None = None,
+        hints: HintLog | None = None,
         progress: Progress = _quiet,
     ) -> None:
         self.trace = trace
@@ -85,6 +89,7 @@ class Simulation:
         self.price = price
         self.hold_s = hold_s
         self._blocks = blocks
+        self._hints = hints
         self._warmup_ratio = warmup_ratio
         self._seed = seed
         self._progress = progress
@@ -113,19 +118,28 @@ class Simulation:
 
     def ours(self, prices: Sequence[float] = ()) -> Ours:
         """Ours, its shadow without prefetching, and what ours does at other `prices` (seconds per GB·h) with the same experts."""
-        make = partial(NodeRun, capacity_bytes=self.capacity_bytes, price_s_per_gb_h=self.price, hold_s=self.hold_s, prices=tuple(prices))
+        make = partial(
+            NodeRun,
+            capacity_bytes=self.capacity_bytes,
+            price_s_per_gb_h=self.price,
+            hold_s=self.hold_s,
+            prices=tuple(prices),
+            hints=self._hints is not None,
+        )
+        feed = None if self._hints is None else HintFeed(self.trace, self._hints, [part.node for part in self.parts])
         kept = self._blocks
         blocks = iter(kept) if kept is not None else computed_ahead(score_blocks(self.trace, self._seed, self._progress))
         if needs_routing(self.trace):
             routed = RoutedNodes(self.trace, self.parts, make)
             for block in blocks:
-                routed.take(block)
+                routed.take(block, None if feed is None else self._told(feed, block))
             parts, runs = routed.close()
         else:
             parts, runs = self.parts, [make(part.world) for part in self.parts]
             for block in blocks:
-                for part, run in zip(parts, runs, strict=True):
-                    run.take(block, part.rows)
+                told = [None] * len(parts) if feed is None else self._told(feed, block)
+                for part, run, hints in zip(parts, runs, told, strict=True):
+                    run.take(block, part.rows, hints)
             for run in runs:
                 run.close()
         done = [(part, run.log) for part, run in zip(parts, runs, strict=True)]
@@ -133,7 +147,17 @@ class Simulation:
         for k, price in enumerate(prices):
             at = self.totals(OURS, build_tables(AT_PRICE + k, done, self.trace))
             frontier.append(FrontierPoint(OURS, at["held_gb_h"], at["cold_seconds"], price))
-        return Ours(build_tables(LIVE, done, self.trace, SHADOW), build_tables(SHADOW, done, self.trace), frontier)
+        return Ours(build_tables(LIVE, done, self.trace, SHADOW), build_tables(SHADOW, done, self.trace), frontier, feed)
+
+    def _told(self, feed: HintFeed, block: RateBlock) -> list[npt.NDArray[np.void]]:
+        """What each node is told of hints in a block."""
+        t0_s, until_s = self.trace.t0, min(block.until_s, self.trace.t1)
+
+        def forecast(model: int, now_s: float) -> float:
+            tick = int((now_s - t0_s) / TICK_S) - block.first_tick
+            return float(block.at_tick[0, min(max(tick, 0), block.at_tick.shape[1] - 1), model])
+
+        return feed.until(until_s, forecast)
 
     def totals(self, name: str, logs: PolicyLogs, shadow: PolicyLogs | None = None) -> dict[str, Any]:
         """The summary's entry of one policy, from its logs."""
@@ -168,6 +192,7 @@ def replay_command(
     map: str | Mapping[str, str] | None = None,
     tz: str | None = None,
     strict: bool = False,
+    hints: str | None = None,
 ) -> None:
     """Replays `log` and writes `out`; prints the verdict first. Raises UsageError and InputError."""
     from rich.console import Console
@@ -180,6 +205,10 @@ def replay_command(
         parse_policy(name, taus_s)
     if not names:
         raise UsageError("no policy named; give --policy, as in --policy lru,ours")
+    if hints is not None:
+        check_hints(hints)
+        if OURS not in names:
+            raise UsageError("--hints are told to ours alone, and --policy does not name it; add ours, or leave --hints out")
     check_capacity(capacity_ratio, host_bytes)
     check_figures(capacity_ratio, host_bytes, link_bytes_per_s, warmup_ratio, price)
     price = DEFAULT_PRICE_S_PER_GB_H if price is None else price
@@ -195,6 +224,7 @@ def replay_command(
             log, catalog=catalog, models_dir=models, default_bytes=default_bytes, field_map=map, tz=tz, strict=strict,
             progress=lambda done, total: progress(done / max(total, 1), "reading the log"),
         )  # fmt: skip
+        told = None if hints is None else read_hints(hints, trace, strict=strict)
         load_s = None if load_times is None else read_load_times(load_times, trace.models)
         if not errors.is_terminal and not compiled():
             errors.print("compiling for this machine, once: about half a minute", soft_wrap=True, highlight=False)
@@ -203,8 +233,7 @@ def replay_command(
         capacity = float(trace.bytes_.sum()) * capacity_ratio / node_count if capacity_ratio is not None else float(host_bytes or 0)
         simulation = Simulation(
             trace, capacity, link_bytes_per_s=link_bytes_per_s, nodes=nodes, warmup_ratio=warmup_ratio, load_s=load_s,
-            price=price, seed=seed,
-            progress=progress,
+            price=price, seed=seed, hints=told, progress=progress,
         )  # fmt: skip
         notes = capacity_notes(trace.bytes_, [part.world.model for part in simulation.parts], capacity, capacity_ratio)
         for note in notes:
@@ -212,21 +241,27 @@ def replay_command(
         logs = simulation.rivals(rivals)
         entries = {name: simulation.totals(name, of) for name, of in logs.items()}
         frontier: list[FrontierPoint] = []
+        about_hints: dict[str, Any] = {}
         if OURS in names:
             mine = simulation.ours([price * factor for factor in FRONTIER_FACTORS] if price > 0 else [])
             logs[OURS], logs[SHADOW_NAME], frontier = mine.logs, mine.shadow, mine.frontier
             entries[OURS] = simulation.totals(OURS, mine.logs, mine.shadow)
+            if told is not None and mine.hints is not None:
+                about_hints = {"hints": describe_hints(told, mine.hints)}
+                entries[OURS] |= of_hinted_rows(mine.hints.hinted, trace.ts >= trace.scored_from_s(warmup_ratio), mine.logs, mine.shadow)
         progress(0.0, "writing logs and report")
         verdict = _write(out, trace, simulation, names, entries, logs, frontier, nodes=node_count,
                          link_bytes_per_s=link_bytes_per_s, seed=seed, notes=notes,
-                         warmup_ratio=warmup_ratio, tz=tz)  # fmt: skip
+                         warmup_ratio=warmup_ratio, tz=tz, **about_hints)  # fmt: skip
     console = Console()
     hours = (trace.t1 - trace.scored_from_s(warmup_ratio)) / 3600.0
     for line in (verdict.line, verdict.why, scored_in_words(entries[names[0]]["requests"], len(trace), hours)):
         if line:
             console.print(line, soft_wrap=True, highlight=False, markup=False)
+    if about_hints:
+        console.print(hints_in_words(about_hints["hints"], entries[OURS]), soft_wrap=True, highlight=False, markup=False)
     console.print(policies_table([entries[name] for name in names], console.width))
-    for problem in trace.problems.lines():
+    for problem in [*trace.problems.lines(), *([] if told is None else told.problem_lines())]:
         errors.print(f"note: {problem}", soft_wrap=True, highlight=False)
     console.print(f"{out}/report.html, {out}/summary.json, and four logs a policy", soft_wrap=True, highlight=False)
 

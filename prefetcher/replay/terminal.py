@@ -9,7 +9,7 @@ from typing import Any
 
 from prefetcher.replay.verdict import plain_number
 
-__all__ = ["policies_table", "scored_in_words"]
+__all__ = ["hints_in_words", "policies_table", "scored_in_words"]
 
 #: A column takes a border and a space on each side, and the table one border more.
 _FRAME = 3
@@ -62,6 +62,15 @@ def scored_in_words(requests: int, rows: int, hours: float) -> str:
     if hours < 1:
         span = f"{plain_number(hours * 60)} minutes"
     return f"scored: {requests:,} of {rows:,} requests, the last {span}"
+
+
+def hints_in_words(hints: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """What hints there were and what they were worth to ours: a line above the table."""
+    without = f"without prefetching {ours['hinted_cold_seconds_without']:,.0f} s"
+    return (
+        f"hints ({hints['what']}): {hints['hints']:,}, of which {hints['kept']:,} were kept; the {ours['hinted_requests']:,} scored"
+        f" requests that were hinted wait {ours['hinted_cold_seconds']:,.0f} s, {without}"
+    )
 
 
 def _width(columns: Sequence[_Column], cells: Mapping[str, Sequence[str]]) -> int:

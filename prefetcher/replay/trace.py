@@ -103,6 +103,7 @@ class Trace:
     rows_read: int
     tz: str
     zoneless: int = 0
+    user_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ts)
@@ -276,6 +277,7 @@ class _Reader:
             rows_read=self.rows_read,
             tz=self.times.tz,
             zoneless=self.zoneless,
+            user_names=tuple(self.names["user"].index),
         )
 
     def _first(self) -> str:
