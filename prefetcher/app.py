@@ -40,13 +40,14 @@ from prefetcher.controller.learner import Learner, ScheduledPredictor
 from prefetcher.controller.state_version import check_version
 from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName, RequestSeen
-from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
+from prefetcher.errors import ArtifactError, BudgetError, SettingsError, TemporaryError, UnavailableError, UsageError
 from prefetcher.ingest.ingest import Ingest, IngestOptions
 from prefetcher.ingest.tables import TablesReader, connect, user_key
 from prefetcher.ingest.users import UserHasher
 from prefetcher.ports import Streams, StreamWriter, Topic
 from prefetcher.process import Process, listen
 from prefetcher.telemetry.logs import log
+from prefetcher.telemetry.memory import available_bytes
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import read_request, request_records
 from prefetcher_connectors.artifact_store import ArtifactStore
@@ -56,7 +57,7 @@ from prefetcher_connectors.streams import FileStreams
 
 if TYPE_CHECKING:
     from prefetcher_models.feature_source import FeatureSource
-    from prefetcher_models.hazard import Hazard
+    from prefetcher_models.hazard import Fit, Hazard
 
 __all__ = ["App", "Role"]
 
@@ -87,6 +88,7 @@ class App(Process):
         self._folder = settings.state.dir.expanduser().absolute()
         self.clock = _clock(settings)
         self.metrics = Metrics()
+        self.metrics.available.set_function(available_bytes)
         self.address = ""
         self._mapping = None if settings.kafka.map is None else mapped_requests(settings.kafka.map)
         self._controller: Controller | None = None
@@ -254,12 +256,28 @@ class App(Process):
 
     def _new_learner(self) -> Learner:
         decision = self._settings.decision
-        return Learner(lambda: _predictor(decision.seed), decision.tick_s)
+        return Learner(lambda: _predictor(decision.seed), decision.tick_s, _feature_sources)
 
     def _save_hazard(self, hazard: Hazard) -> str:
         from prefetcher_models.artifacts import HAZARD, about_hazard, hazard_parts
 
         return self._artifacts().publish(HAZARD, hazard_parts(hazard), about_hazard(hazard))
+
+    def _saved_fit(self) -> Fit | None:
+        """What a controller starts from that has learned nothing of its own: the last fit that was saved."""
+        from prefetcher_models.artifacts import HAZARD, hazard_of
+
+        # Written together with what was learned, and smaller.
+        if self._state.read(records.HINTS) is not None:
+            return None
+        names = _names_of_sources()
+        try:
+            found = self._artifacts().load(HAZARD, lambda parts, about: hazard_of(parts, about, names).fit)
+        except ArtifactError as exc:
+            log().info("no_fit_to_start_from", reason=str(exc), then="recent rates speak until there is one")
+            return None
+        log().info("started_from_fit", version=found.version, until_s=found.value.until_s, rows=found.value.rows)
+        return found.value
 
     def _artifacts(self) -> ArtifactStore:
         return ArtifactStore(artifacts_place(self._settings), keep=self._settings.artifacts.keep, clock=self.clock)
@@ -293,10 +311,15 @@ class App(Process):
         """One term, with a controller of its own: what it knows is what the last leader saved."""
         decision, agent = self._settings.decision, self._agent
         group = self._control_group()
+        try:
+            fit = self._saved_fit()
+        except (TemporaryError, UsageError) as exc:
+            log().warning("no_fit_to_start_from", reason=str(exc), then="recent rates speak until there is one")
+            fit = None
         self._controller = controller = Controller(
             self._streams,
             self._state,
-            Learner(lambda: _predictor(decision.seed), decision.tick_s, _feature_sources),
+            Learner(lambda: _predictor(decision.seed, fit), decision.tick_s, _feature_sources),
             self.clock,
             self.metrics,
             ControllerOptions(
@@ -502,11 +525,15 @@ def _clock(settings: Settings) -> Clock:
     return ScaledClock(settings.clock.speed, settings.clock.origin_s)
 
 
-def _predictor(seed: int) -> ScheduledPredictor:
+def _predictor(seed: int, fit: Fit | None = None) -> ScheduledPredictor:
     from prefetcher_models.blend import WatchedHazard
     from prefetcher_models.hazard import HazardSettings
 
-    return WatchedHazard(HazardSettings(seed=seed), names=tuple(name for source in _feature_sources() for name in source.names))
+    return WatchedHazard(HazardSettings(seed=seed), fit, _names_of_sources())
+
+
+def _names_of_sources() -> tuple[str, ...]:
+    return tuple(name for source in _feature_sources() for name in source.names)
 
 
 def _feature_sources() -> list[FeatureSource]:

@@ -15,6 +15,11 @@ from waiting import eventually
 import prefetcher
 from prefetcher.api.client import get
 from prefetcher.clock import SystemClock
+from prefetcher.controller.learner import Learner
+from prefetcher.core.types import ModelName, RequestSeen
+from prefetcher_connectors.artifact_store import ArtifactStore
+from prefetcher_models.artifacts import HAZARD, about_hazard, hazard_parts
+from prefetcher_models.hazard import Hazard, HazardSettings
 
 __all__ = ["make", "models"]
 
@@ -115,3 +120,22 @@ def test_jobs_of_a_running_node(make: Callable[..., Running], tmp_path: Path) ->
     up.start()
     again = json.loads(cli("jobs", "runs", "forecast-all", "--json", "--url", up.url).stdout)
     assert [run["run_id"] for run in again[-len(runs) :]] == [run["run_id"] for run in runs]
+
+
+def test_a_controller_that_has_nothing_starts_from_the_last_fit(make: Callable[..., Running], tmp_path: Path) -> None:
+    learner = Learner(lambda: Hazard(HazardSettings(fewest_samples=200, trees=10)), 60.0)
+    origin_s = 1_767_225_600.0
+    for i in range(700):
+        learner.take([RequestSeen(origin_s + 20.0 * i, ModelName(f"m{i % 3}"))], {}, origin_s + 20.0 * i, caught_up=False)
+        learner.refit_now(origin_s + 20.0 * i)
+    found = learner.predictor
+    assert isinstance(found, Hazard)
+    version = ArtifactStore(tmp_path / "state" / "artifacts").publish(HAZARD, hazard_parts(found), about_hazard(found))
+    up = make()
+    started = eventually(lambda: next((e for e in up.events() if e["event"] == "started_from_fit"), None))
+    assert (started["version"], started["rows"]) == (version, found.fit.rows)
+    up.post_requests([{"model": "m0"}, {"model": "m1"}])
+    up.wait_until_learned()
+    # Its own first fit comes after an hour; trees speak at once, unless they are too old to.
+    eventually(lambda: "2 models" in cli("jobs", "run", "forecast-all", "--url", up.url).stdout)
+    assert get(up.url, "/v1/forecasts")["fallback"] != "no fit yet"

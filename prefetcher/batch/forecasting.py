@@ -43,7 +43,7 @@ _EDGE = 1e-4
 class ForecastTable(msgspec.Struct, frozen=True):
     """As of `at_s`, from rows up to `learned_s`, not to be used after `until_s`: by model P(used within each of `horizons_s`).
 
-    `predictor` says whose; `fallback` why it did not speak itself; `calibrated_s` when the calibration was learned, None without one.
+    `predictor` says whose; `fallback` why recent rates spoke for it; `calibrated_s` when the calibration was learned, None without one.
     """
 
     at_s: float
@@ -78,12 +78,15 @@ def forecast_all(run: Run, state: StateStore, learner: Learner, folder: Path, no
     traffic, predictor = learner.traffic, learner.predictor
     if predictor is None or not traffic.n_models:
         return Did(said="nothing was learned yet")
+    learned_s = float(traffic.newest_s)
     run.at(0.3, 1.0, "forecasting")
     # A row may be dated a little ahead.
     at_s = max(now_s, traffic.newest_s)
-    found = predictor.forecast(traffic, at_s)
-    p = np.round(found.p, 6)
-    names = [learner.names[model] for model in found.models]
+    # Scored as the controller scores a tick, with the columns of its sources.
+    block = learner.sources.widened(traffic, traffic.advance((), (), ticks=(at_s,)))
+    p = np.round(predictor.probabilities(block.tick_features, tuple(range(len(HORIZONS_S)))), 6)
+    names = [learner.names[model] for model in block.tick_model]
+    fallback = getattr(predictor, "why_not", "")
     run.at(0.7, 1.0, "keeping the table")
     _keep(folder, at_s, names, p)
     calibration = _calibration_of(calibrated)
@@ -92,15 +95,15 @@ def forecast_all(run: Run, state: StateStore, learner: Learner, folder: Path, no
     table = ForecastTable(
         at_s,
         at_s + _VALID_S,
-        float(traffic.newest_s),
-        found.predictor,
+        learned_s,
+        predictor.name,
         HORIZONS_S,
         {name: tuple(row) for name, row in zip(names, p.round(4).tolist(), strict=True)},
-        found.fallback,
+        fallback,
         None if calibration is None else calibration.at_s,
     )
     run.write({records.job_key(FORECAST, "made"): records.encode(table)})
-    return Did(len(names), f"{len(names)} models forecast" + (f", {found.fallback}" if found.fallback else ""))
+    return Did(len(names), f"{len(names)} models forecast" + (f": {fallback}" if fallback else ""))
 
 
 def _keep(folder: Path, at_s: float, names: list[str], p: npt.NDArray[np.float64]) -> None:
