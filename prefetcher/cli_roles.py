@@ -15,6 +15,7 @@ import typer
 
 from prefetcher.cli_settings import OF_UP, with_defaults
 from prefetcher.errors import UnavailableError, UsageError
+from prefetcher.process import settle_memory
 
 if TYPE_CHECKING:
     from prefetcher.app import App
@@ -36,6 +37,7 @@ def run_app(application: App, said: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: application.ask_to_stop())
     application.start()
+    settle_memory()
     typer.echo(f"{said} is up at {application.address}")
     try:
         application.wait()

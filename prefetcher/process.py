@@ -6,6 +6,7 @@ started again by whoever runs it than healthy and deaf. Covers no parts (`app`).
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
-__all__ = ["Process", "listen"]
+__all__ = ["Process", "listen", "settle_memory"]
 
 _BACKLOG = 2048
 
@@ -107,6 +108,13 @@ class Process:
 def _end_server(server: uvicorn.Server, thread: threading.Thread) -> None:
     server.should_exit = True
     thread.join(10.0)
+
+
+def settle_memory() -> None:
+    """What a started process has, it keeps: the garbage collector looks through it no more. Its pauses get shorter, and cycles that come
+    later are found sooner, so that memory stays flat."""
+    gc.collect()
+    gc.freeze()
 
 
 def listen(host: str, port: int) -> socket.socket:

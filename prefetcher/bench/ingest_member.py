@@ -22,6 +22,7 @@ from prefetcher.errors import UnavailableError
 from prefetcher.ingest.ingest import Ingest, IngestOptions
 from prefetcher.ingest.tables import connect
 from prefetcher.ports import Chunk, Partition, Positions, StreamReader, Streams, StreamWriter, Topic
+from prefetcher.process import settle_memory
 from prefetcher.telemetry.logs import configure
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import RequestMessage
@@ -196,6 +197,7 @@ def _ingest(options: dict[str, Any]) -> None:
     history = options.pop("history", None)
     metrics = Metrics()
     ingest = Ingest(streams, client, SystemClock(), metrics, IngestOptions(history=None if history is None else Path(history), **options))
+    settle_memory()
     clock, told_s, before_s = SystemClock(), 0.0, _cpu_s()
     while not stop.is_set():
         ingest.step()
