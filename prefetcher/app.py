@@ -57,7 +57,10 @@ from prefetcher_connectors.streams import FileStreams
 
 if TYPE_CHECKING:
     from prefetcher_models.feature_source import FeatureSource
+    from prefetcher_models.fitting import Backend
     from prefetcher_models.hazard import Fit, Hazard
+    from prefetcher_models.seasonal import SeasonalSettings
+    from prefetcher_models.seasonal_artifact import NamedSeasons
 
 __all__ = ["App", "Role"]
 
@@ -247,6 +250,10 @@ class App(Process):
             forecasts=self._folder / "forecasts",
             new_learner=self._new_learner,
             save_hazard=self._save_hazard,
+            load_seasons=self._load_seasons,
+            save_seasons=self._save_seasons,
+            seasonal=_seasonal(self._settings),
+            backend=_backend(self._settings),
             users_keep_s=keep.users_keep_s,
             history_keep_s=keep.history_keep_s,
         )
@@ -262,6 +269,19 @@ class App(Process):
         from prefetcher_models.artifacts import HAZARD, about_hazard, hazard_parts
 
         return self._artifacts().publish(HAZARD, hazard_parts(hazard), about_hazard(hazard))
+
+    def _load_seasons(self) -> NamedSeasons | None:
+        from prefetcher_models.seasonal_artifact import SEASONAL, seasons_of
+
+        try:
+            return self._artifacts().load(SEASONAL, seasons_of).value
+        except ArtifactError:
+            return None
+
+    def _save_seasons(self, seasons: NamedSeasons) -> str:
+        from prefetcher_models.seasonal_artifact import SEASONAL, about_seasons, seasons_parts
+
+        return self._artifacts().publish(SEASONAL, seasons_parts(seasons), about_seasons(seasons, _seasonal(self._settings)))
 
     def _saved_fit(self) -> Fit | None:
         """What a controller starts from that has learned nothing of its own: the last fit that was saved."""
@@ -530,6 +550,19 @@ def _predictor(seed: int, fit: Fit | None = None) -> ScheduledPredictor:
     from prefetcher_models.hazard import HazardSettings
 
     return WatchedHazard(HazardSettings(seed=seed), fit, _names_of_sources())
+
+
+def _seasonal(settings: Settings) -> SeasonalSettings:
+    from prefetcher_models.seasonal import SeasonalSettings
+
+    given = settings.seasonal
+    return SeasonalSettings(tz=given.tz, country=given.country or "", head=given.models)
+
+
+def _backend(settings: Settings) -> Backend:
+    from prefetcher_models.fitting import Backend
+
+    return Backend(settings.fit.backend, settings.fit.workers, settings.fit.dask_address or "")
 
 
 def _names_of_sources() -> tuple[str, ...]:

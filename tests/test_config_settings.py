@@ -13,7 +13,6 @@ import prefetcher
 from prefetcher.cli import app
 from prefetcher.config import load_settings, parse_bytes, setting_names
 from prefetcher.errors import SettingsError
-from prefetcher.telemetry.metrics import Metrics
 
 DOCS = Path(prefetcher.__file__).parent / "docs"
 
@@ -72,13 +71,6 @@ def test_unknown_or_out_of_range(monkeypatch: pytest.MonkeyPatch, variable: str,
 def test_every_setting_is_in_the_reference() -> None:
     page = (DOCS / "settings.md").read_text()
     assert [name for name in setting_names() if f"`{name}`" not in page] == []
-
-
-def test_every_metric_is_in_the_reference() -> None:
-    page = (DOCS / "http.md").read_text()
-    families = {metric.name + ("_total" if metric.type == "counter" else "") for metric in Metrics().registry.collect()}
-    assert len(families) > 15
-    assert sorted(name for name in families if f"`{name}`" not in page) == []
 
 
 def test_every_command_and_option_is_in_the_reference() -> None:

@@ -121,6 +121,10 @@ class _Times(BaseTrigger):  # type: ignore[misc]
         return now + timedelta(seconds=max(0.0, self._about.next_due(self._clock.now_s()) - self._clock.now_s()))
 
 
+#: The period of a job that runs at a time of day.
+_DAILY_S = 86_400.0
+
+
 class Scheduler:
     """Runs `jobs`. `holder` is this process's name in the store."""
 
@@ -140,6 +144,8 @@ class Scheduler:
         self._success_s: dict[str, float] = {}
         for name in self._jobs:
             metrics.job_age.labels(job=name).set_function(partial(self._age_s, name))
+            metrics.jobs_overdue.labels(job=name).set(0.0)
+            metrics.job_period.labels(job=name).set(self._jobs[name].about.every_s or _DAILY_S)
 
     def _age_s(self, name: str) -> float:
         return self._clock.now_s() - self._success_s.get(name, math.nan)

@@ -1,11 +1,18 @@
-"""Every metric of the program, in one place; `docs/http.md` is the reference.
+"""Every metric of the program, in one place; `docs/metrics.md` is the reference.
 
-Base units, names ending in `_total`, `_seconds`, `_bytes`; ratios are derived in queries. No label is a request, a user or a model.
+Base units, names ending in `_total`, `_seconds`, `_bytes`; ratios are derived in queries. No label is a request, a user or a model. What
+can be counted is there with 0 before it happened, where its labels are known: an alert sees the first time too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import product
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from prefetcher.core.facts import Found
+from prefetcher.core.types import Arm, Cause, Outcome
 
 __all__ = ["Metrics"]
 
@@ -13,6 +20,18 @@ __all__ = ["Metrics"]
 _WAIT_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 #: Planning: from a few models to ten thousand.
 _PLAN_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+#: What labels can say, where that is known beforehand.
+_CAUSES = [cause.value for cause in Cause]
+_BEFOREHAND: dict[str, Mapping[str, Sequence[str]]] = {
+    "orders": {"cause": [cause for cause in _CAUSES if cause not in (Cause.DEMAND, Cause.MANUAL)], "arm": [arm.value for arm in Arm]},
+    "outcomes": {"outcome": [outcome.value for outcome in Outcome if outcome is not Outcome.OPEN]},
+    "loads": {"cause": _CAUSES, "result": ["ready", "failed"]},
+    "moved": {"cause": _CAUSES},
+    "opens": {"found": [found.value for found in Found]},
+    "requests": {"source": ["http"]},
+    "hints": {"result": ["new", "folded", "repeated", "past", "full"]},
+    "hint_posts": {"result": ["taken", "refused", "not_allowed", "limited", "overloaded"]},
+}
 
 
 class Metrics:
@@ -72,6 +91,7 @@ class Metrics:
         self.job_time = Histogram(
             "prefetcher_job_seconds", "Time of runs of jobs that ended by themselves.", ["job"], registry=registry, buckets=_WAIT_BUCKETS
         )
+        self.job_period = Gauge("prefetcher_job_period_seconds", "Time between the times that a job is due.", ["job"], registry=registry)
         self.job_age = Gauge(
             "prefetcher_job_success_age_seconds", "Time since a job did its work; NaN before the first.", ["job"], registry=registry
         )
@@ -94,6 +114,14 @@ class Metrics:
         self.snapshots = Counter("prefetcher_snapshots_total", "Snapshots of what was learned.", registry=registry)
         self.prefetching = Gauge("prefetcher_prefetching", "1 while prefetching is on.", registry=registry)
         self.locked = Gauge("prefetcher_host_locked", "1 while the host tier is locked in memory.", registry=registry)
+        self.available = Gauge(
+            "prefetcher_memory_available_bytes",
+            "Memory that this machine and the control groups around the process have left.",
+            registry=registry,
+        )
+        for name, labels in _BEFOREHAND.items():
+            for values in product(*labels.values()):
+                getattr(self, name).labels(**dict(zip(labels, values, strict=True)))
 
     def text(self) -> bytes:
         """The exposition, as Prometheus scrapes it."""
