@@ -28,9 +28,11 @@ __all__ = [
     "ArtifactSettings",
     "ClockSettings",
     "DecisionSettings",
+    "FitSettings",
     "KafkaSettings",
     "LogSettings",
     "NodeSettings",
+    "SeasonalSettings",
     "Settings",
     "StateSettings",
     "StreamSettings",
@@ -172,6 +174,26 @@ class ArtifactSettings(_Group):
     keep: int = Field(default=7, ge=1, le=1_000, description="versions kept of each")
 
 
+class SeasonalSettings(_Group):
+    """Daily and weekly cycles of the busiest models."""
+
+    models: int = Field(default=300, ge=0, le=100_000, description="how many models are fitted, the busiest; 0 fits none")
+    tz: str = Field(default="UTC", description="the time zone whose wall clock cycles follow, as Europe/Berlin")
+    country: str | None = Field(default=None, pattern=r"^[A-Z]{2}$", description="the country whose holidays and weekends count, as DE")
+
+
+class FitSettings(_Group):
+    """Where many fits run."""
+
+    backend: Literal["inline", "loky", "dask"] = Field(
+        default="inline", description="one after another in the process, in processes of this machine, or on a Dask cluster"
+    )
+    workers: int = Field(default=0, ge=0, le=1_024, description="processes of loky; 0 takes as many as there are cores")
+    dask_address: str | None = Field(
+        default=None, pattern=r"^(tcp|tls|ucx|ws|wss)://\S+$", description="the scheduler of the Dask cluster, as tcp://host:8786"
+    )
+
+
 class StreamSettings(_Group):
     """Where requests come from, beside the HTTP endpoint."""
 
@@ -237,6 +259,8 @@ class Settings(BaseSettings):
     api: ApiSettings = Field(default_factory=ApiSettings)
     state: StateSettings = Field(default_factory=StateSettings)
     artifacts: ArtifactSettings = Field(default_factory=ArtifactSettings)
+    seasonal: SeasonalSettings = Field(default_factory=SeasonalSettings)
+    fit: FitSettings = Field(default_factory=FitSettings)
     stream: StreamSettings = Field(default_factory=StreamSettings)
     kafka: KafkaSettings = Field(default_factory=KafkaSettings)
     log: LogSettings = Field(default_factory=LogSettings)

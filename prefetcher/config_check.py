@@ -21,6 +21,8 @@ from prefetcher.replay.times import TimeReader
 from prefetcher_connectors.artifact_store import ArtifactStore
 from prefetcher_connectors.kafka import KafkaStreams
 from prefetcher_connectors.redis import RedisState
+from prefetcher_models.fitting import Backend, problem_of_backend
+from prefetcher_models.seasonal_calendar import Calendar
 
 __all__ = ["problems_of", "table_of"]
 
@@ -44,6 +46,8 @@ def problems_of(settings: Settings) -> list[str]:
         *_of_the_endpoint(settings),
         _refusal("PREFETCHER_STREAM__MAP: ", lambda: parse_map(settings.stream.map)),
         _refusal("PREFETCHER_STREAM__TZ: ", lambda: TimeReader(settings.stream.tz)),
+        _refusal("PREFETCHER_SEASONAL: ", lambda: Calendar(settings.seasonal.tz, settings.seasonal.country or "")),
+        _of_fits(settings),
         _refusal("PREFETCHER_KAFKA__MAP: ", lambda: parse_map(settings.kafka.map)),
     ]
     if settings.clock.speed != 1.0 and settings.clock.origin_s is None:
@@ -52,6 +56,13 @@ def problems_of(settings: Settings) -> list[str]:
         found.append("roles that run apart need both PREFETCHER_STATE__URL and PREFETCHER_KAFKA__BROKERS; only one is set")
     found += [_refusal("", lambda: _ask_state(settings)), _refusal("", lambda: _ask_broker(settings))]
     return [problem for problem in found if problem]
+
+
+def _of_fits(settings: Settings) -> str:
+    """'' or why fits can't run where they should."""
+    fit = settings.fit
+    problem = problem_of_backend(Backend(fit.backend, fit.workers, fit.dask_address or ""))
+    return f"PREFETCHER_FIT__BACKEND is {fit.backend}: {problem}" if problem else ""
 
 
 def _refusal(where: str, ask: Callable[[], object]) -> str:
