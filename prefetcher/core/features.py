@@ -15,6 +15,7 @@ import numpy as np
 
 from prefetcher.core.compiled import kernel, kernel_part
 from prefetcher.core.references import by_reference
+from prefetcher.core.starts import profile_features, roll_slots, start_features, take_start
 from prefetcher.core.traffic_state import GAP_BINS, HISTORY_DAYS, LAG_MINUTES, LATE_S, TAUS_S, State
 
 __all__ = ["rebuild_rates", "take_block", "take_features", "take_rates"]
@@ -213,11 +214,13 @@ def _take_row(state: State, ts: float, m: int, user: int, count: int) -> float:
     if ts < state.times[1]:
         state.counters[1] += 1
     state.times[1] = max(state.times[1], ts)
+    roll_slots(state, ts)
     state.counters[3] += 1
     _roll_day(state, ts)
     old = state.total[m]
     t = max(ts, state.last_s[m]) if old > 0 else ts
     gap = t - state.last_s[m] if old > 0 else math.inf
+    take_start(state, m, t, gap)
     log_count = math.log(max(count, 1))
     if old > 0:
         h = state.histogram[m]
@@ -411,6 +414,9 @@ def _feature_row(state: State, out: Any, m: int, t: float, is_row: float, before
     out[i + 4] = switch
     out[i + 5] = active
     out[i + 6] = state.log_count[m]
+    i += 7
+    i += start_features(state, out, i, m, t, age)
+    profile_features(state, out, i, m, t)
 
 
 @kernel

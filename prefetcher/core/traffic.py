@@ -1,9 +1,9 @@
 """Online traffic features: what the log so far says about every model, as arrays, one row a model.
 
 Stored, and enough to rebuild every row bit for bit (`Traffic.snapshot`): the minute counts of two weeks, first and
-last use, the last gaps, mean and variance of log gaps, a half-octave gap histogram, and bounded tables of followers,
-of users, and of what a user turns to next. Derived from these: decayed rates at several time scales and the places of
-past windows. The feature function itself is `prefetcher.core.features`. Everything here is a function of past rows
+last use, the last gaps, mean and variance of log gaps, a half-octave gap histogram, the last starts, a decayed profile of
+the day, and bounded tables of followers, of users, and of what a user turns to next. Derived from these: decayed rates at
+several time scales and the places of past windows. The feature function itself is `prefetcher.core.features`. Everything here is a function of past rows
 only; decisions never enter it.
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from prefetcher.core import features as _f
 from prefetcher.core import minute_lists as _lists
-from prefetcher.core.traffic_state import FEATURE_NAMES, GAP_BINS, LAG_MINUTES, TAUS_S, State
+from prefetcher.core.traffic_state import FEATURE_NAMES, GAP_BINS, KEPT_STARTS, LAG_MINUTES, SLOTS, TAUS_S, State
 
 __all__ = ["FEATURE_NAMES", "TAUS_S", "Block", "Traffic"]
 
@@ -40,6 +40,12 @@ _FILL: dict[str, tuple[Any, tuple[int, ...], Any]] = {
     "log_gap_mean": (np.float64, (), 8.0),
     "log_gap_var": (np.float64, (), 1.0),
     "log_count": (np.float64, (), 0.0),
+    "starts": (np.int64, (), 0),
+    "start_s": (np.float64, (KEPT_STARTS,), -np.inf),
+    "idle_gap_s": (np.float64, (KEPT_STARTS,), 0.0),
+    "start_gap_s": (np.float64, (KEPT_STARTS,), 0.0),
+    "session_rows": (np.float64, (), 0.0),
+    "profile": (np.float32, (2, SLOTS), 0.0),
     "histogram": (np.float64, (GAP_BINS,), 0.0),
     "slots": (np.float64, (), 0.0),
     "last_slot": (np.int64, (), -1),
@@ -102,8 +108,10 @@ class Traffic:
             "user_model": np.full((USER_BUCKETS, USER_WAYS, MODELS_PER_USER), -1, np.int32),
             "user_w": np.zeros((USER_BUCKETS, USER_WAYS, MODELS_PER_USER)),
             "user_at": np.full((USER_BUCKETS, USER_WAYS, MODELS_PER_USER), -np.inf),
+            "profile_days": np.zeros((2, SLOTS)),
+            "all_starts": np.array([0.0, -np.inf]),
             "times": np.array([np.inf, -np.inf]),
-            "counters": np.zeros(4, np.int64),
+            "counters": np.zeros(5, np.int64),
         }
         self._state = State(**fields)
 

@@ -10,7 +10,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FEATURE_NAMES", "GAP_BINS", "HISTORY_DAYS", "LAG_MINUTES", "LATE_S", "TAUS_S", "State"]
+__all__ = [
+    "FEATURE_NAMES",
+    "GAP_BINS",
+    "HISTORY_DAYS",
+    "IDLE_S",
+    "KEPT_STARTS",
+    "LAG_MINUTES",
+    "LATE_S",
+    "SLOTS",
+    "SLOT_S",
+    "TAUS_S",
+    "State",
+]
 
 #: Days of minute counts kept before the current UTC day: two weeks, so that "this hour last week" has two samples.
 HISTORY_DAYS = 14
@@ -19,6 +31,10 @@ TAUS_S = (120.0, 600.0, 1200.0, 3600.0, 10800.0, 21600.0, 86400.0, 604800.0)
 #: Half-octave bins of the gap histogram: bin b holds gaps of 2^(b/2) to 2^((b+1)/2) seconds; the last one is open
 #: (from 52 h).
 GAP_BINS = 36
+#: A model starts with its first row, or with one after this long without any; so many of its last starts are kept.
+IDLE_S, KEPT_STARTS = 600.0, 16
+#: A day's profile: whether a model was used, for each slot of so many seconds of the UTC day, working days and weekends apart.
+SLOT_S, SLOTS = 600.0, 144
 #: A row this much older than the newest one is dropped; a younger late row counts as if it came with its model's last
 #: row.
 LATE_S = 600.0
@@ -55,6 +71,9 @@ FEATURE_NAMES: tuple[str, ...] = tuple(
     is_row trend_10min_over_1d
     user_share_sum user_share_max user_share_now user_recent user_switch users_active
     mean_log_count
+    log_since_start log_session log_session_rows gaps_longer gap_ends_10min starts_apart_longer start_due_10min start_off_beat
+    starts_10min_of_hour starts_15min_of_day starts_1h_of_day log_starts log_all_starts
+    profile_kind profile_all profile_peak profile_3h
     """.split()  # noqa: SIM905  (a name a line would be longer than all the rest)
 )
 
@@ -83,6 +102,12 @@ class State(NamedTuple):
     log_gap_mean: npt.NDArray[np.float64]
     log_gap_var: npt.NDArray[np.float64]
     log_count: npt.NDArray[np.float64]
+    starts: npt.NDArray[np.int64]
+    start_s: npt.NDArray[np.float64]
+    idle_gap_s: npt.NDArray[np.float64]
+    start_gap_s: npt.NDArray[np.float64]
+    session_rows: npt.NDArray[np.float64]
+    profile: npt.NDArray[np.float32]
     histogram: npt.NDArray[np.float64]
     slots: npt.NDArray[np.float64]
     last_slot: npt.NDArray[np.int64]
@@ -104,6 +129,9 @@ class State(NamedTuple):
     user_model: npt.NDArray[np.int32]
     user_w: npt.NDArray[np.float64]
     user_at: npt.NDArray[np.float64]
-    # [origin_s, newest_s] and [day, late rows, dropped rows, rows]
+    # days that the profile has seen, by kind and slot; decayed starts of all models, and when
+    profile_days: npt.NDArray[np.float64]
+    all_starts: npt.NDArray[np.float64]
+    # [origin_s, newest_s] and [day, late rows, dropped rows, rows, open slot]
     times: npt.NDArray[np.float64]
     counters: npt.NDArray[np.int64]
