@@ -139,6 +139,10 @@ class Hazard:
         self._next_fit_s = np.ceil((now_s + step_s) / EPOCH_S) * EPOCH_S
         return self._fit_all(now_s)
 
+    def fit_now(self, now_s: float) -> bool:
+        """Fit whether or not one is due, which moves no later one; whether any horizon got new trees."""
+        return self._fit_all(now_s)
+
     def forecast(self, traffic: Traffic, now_s: float, models: IntArray | None = None) -> Forecast:
         """See `Predictor.forecast`. Sources speak with blocks only: here their columns say nothing."""
         if not np.isfinite(now_s) or now_s < traffic.newest_s:

@@ -64,6 +64,11 @@ class HazardStream:
         self._at_s = origin_s
         self._tick = 0
 
+    @property
+    def at_s(self) -> float:
+        """Where the last block ended."""
+        return self._at_s
+
     def advance(
         self,
         ts: npt.NDArray[np.float64],

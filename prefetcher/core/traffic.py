@@ -3,8 +3,8 @@
 Stored, and enough to rebuild every row bit for bit (`Traffic.snapshot`): the minute counts of two weeks, first and
 last use, the last gaps, mean and variance of log gaps, a half-octave gap histogram, the last starts, a decayed profile of
 the day, and bounded tables of followers, of users, and of what a user turns to next. Derived from these: decayed rates at
-several time scales and the places of past windows. The feature function itself is `prefetcher.core.features`. Everything here is a function of past rows
-only; decisions never enter it.
+several time scales and the places of past windows. The feature function itself is `prefetcher.core.features`. Everything here
+is a function of past rows only; decisions never enter it.
 """
 
 from __future__ import annotations
