@@ -11,7 +11,7 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from prefetcher.batch import forecasting, retention, training
+from prefetcher.batch import forecasting, retention, seasonal, training
 from prefetcher.batch.runs import JobAbout
 from prefetcher.batch.scheduler import Did, Job, Run
 from prefetcher.clock import Clock
@@ -19,7 +19,10 @@ from prefetcher.controller.learner import Learner
 from prefetcher.errors import UnavailableError
 from prefetcher.ingest.tables import TablesReader
 from prefetcher.ports import StateStore
+from prefetcher_models.fitting import Backend
 from prefetcher_models.hazard import Hazard
+from prefetcher_models.seasonal import SeasonalSettings
+from prefetcher_models.seasonal_artifact import NamedSeasons
 
 __all__ = ["Means", "make_jobs"]
 
@@ -28,7 +31,8 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What jobs work with. `new_learner` makes one that has learned nothing; `save_hazard` keeps a fit and names it."""
+    """What jobs work with. `new_learner` makes one that has learned nothing; `save_hazard` and `save_seasons` keep what was fitted and name
+    it, `load_seasons` gives those in force, None where there are none."""
 
     state: StateStore
     tables: TablesReader
@@ -37,6 +41,10 @@ class Means:
     forecasts: Path
     new_learner: Callable[[], Learner]
     save_hazard: Callable[[Hazard], str]
+    load_seasons: Callable[[], NamedSeasons | None]
+    save_seasons: Callable[[NamedSeasons], str]
+    seasonal: SeasonalSettings
+    backend: Backend
     users_keep_s: float
     history_keep_s: float
 
@@ -60,6 +68,16 @@ def make_jobs(means: Means) -> list[Job]:
             lambda run: training.hazard_retrain(run, means.state, means.new_learner, history, means.save_hazard, clock.now_s()),
         ),
         Job(
+            JobAbout(
+                "seasonal-refit",
+                "daily and weekly cycles of the busiest models, fitted again where they are due",
+                at_s=2 * 3600 + 2400,
+                tz=means.seasonal.tz,
+                most_s=7200.0,
+            ),
+            lambda run: _seasonal_refit(run, means),
+        ),
+        Job(
             JobAbout("compact-history", "hours of history put together by day", at_s=3 * 3600 + 1200, most_s=1800.0),
             lambda run: retention.compact_history(run, history, clock),
         ),
@@ -72,6 +90,22 @@ def make_jobs(means: Means) -> list[Job]:
             lambda run: retention.remove_old_history(history, clock, means.history_keep_s),
         ),
     ]
+
+
+def _seasonal_refit(run: Run, means: Means) -> Did:
+    try:
+        return seasonal.seasonal_refit(
+            run,
+            means.history,
+            means.tables.minutes,
+            means.load_seasons(),
+            means.seasonal,
+            means.backend,
+            means.save_seasons,
+            means.clock.now_s(),
+        )
+    except RedisError as exc:
+        raise UnavailableError(f"the state server does not answer: {exc}") from exc
 
 
 def _recalibrate(run: Run, means: Means) -> Did:
