@@ -123,7 +123,8 @@ def all_gone(blobs: Blobs, name: str, version: str) -> None:
 def test_a_bad_version_is_refused_with_its_reason_and_the_last_good_one_taken(
     blobs: Blobs, spoil: Callable[[Blobs, str, str], None], kind: str, said: str
 ) -> None:
-    store = store_at(blobs)
+    told: list[tuple[str, str]] = []
+    store = ArtifactStore(blobs, on_refused=lambda name, kind: told.append((name, kind)))
     good = store.publish("hazard", PARTS, ABOUT)
     bad = store.publish("hazard", PARTS | {"trees.json": as_json({"depth": 3})}, ABOUT)
     spoil(blobs, "hazard", bad)
@@ -133,6 +134,7 @@ def test_a_bad_version_is_refused_with_its_reason_and_the_last_good_one_taken(
     assert (refused.version, refused.kind) == (bad, kind)
     assert said in refused.reason
     assert store.refusals == {("hazard", kind): 1}
+    assert told == [("hazard", kind)]
     spoil(blobs, "hazard", good)
     with pytest.raises(ArtifactError, match="fit it again") as raised:
         store.load("hazard", as_it_is)

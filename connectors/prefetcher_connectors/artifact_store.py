@@ -85,13 +85,22 @@ class Version:
 class ArtifactStore:
     """All artifacts at one place. For threads and for processes at once.
 
-    `place`: a folder, file://, s3://, gs:// or az://. `keep`: versions kept of each name.
+    `place`: a folder, file://, s3://, gs:// or az://. `keep`: versions kept of each name. `on_refused` is told the name of each artifact
+    of which a version was refused, and its kind of refusal.
     """
 
-    def __init__(self, place: str | Path | Blobs, *, keep: int = DEFAULT_KEEP, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        place: str | Path | Blobs,
+        *,
+        keep: int = DEFAULT_KEEP,
+        clock: Clock | None = None,
+        on_refused: Callable[[str, str], None] = lambda _name, _kind: None,
+    ) -> None:
         self._blobs = blobs_at(place) if isinstance(place, str | Path) else place
         self._keep = max(1, keep)
         self._clock = clock or SystemClock()
+        self._on_refused = on_refused
         self._log = structlog.get_logger()
         self._lock = threading.Lock()
         self._refusals: dict[tuple[str, str], int] = {}
@@ -273,6 +282,7 @@ class ArtifactStore:
         refused.append(one)
         with self._lock:
             self._refusals[name, one.kind] = self._refusals.get((name, one.kind), 0) + 1
+        self._on_refused(name, one.kind)
         self._log.warning("artifact_refused", name=name, version=one.version, kind=one.kind, reason=one.reason)
 
 
