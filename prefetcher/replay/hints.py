@@ -49,7 +49,7 @@ assert WINDOWS_S[_WINDOW] == 600.0
 class HintLog:
     """Hints of a log's models, sorted by time. `model` int32[K]; times float64[K], seconds; who says so, by name.
 
-    `said` says what they are, for people; `problems` counts what was left out, by kind, in words.
+    `said` says what they are, for people; `problems` counts what was left out, by kind, in words; `every_row`: there is one for each row.
     """
 
     said: str
@@ -64,6 +64,7 @@ class HintLog:
     kind: list[str]
     hint_id: list[str]
     problems: dict[str, int] = field(default_factory=dict)
+    every_row: bool = False
 
     def __len__(self) -> int:
         return len(self.ts)
@@ -138,6 +139,7 @@ class SyntheticHints:
         return HintLog(
             said, ts[order], np.concatenate([trace.model, model])[order].astype(np.int32), np.full(n, self.lead_s), np.full(n, self.ttl_s),
             [_SYNTHETIC] * n, list(users), list(users), [""] * n, ["load"] * n, [f"h{k}" for k in range(n)],
+            every_row=True,
         )  # fmt: skip
 
 
@@ -228,11 +230,12 @@ def _numbers(values: list[str | None], default: float) -> npt.NDArray[np.float64
 class HintFeed:
     """Takes a log's rows and hints in their order through the hint book and the classifier; nodes' events come out.
 
-    `kept` and `broken` count hints so far; `hinted` bool[rows of the log] says which rows kept one.
+    `kept` and `broken` count hints so far, those that folded as one; `hinted` bool[rows of the log] says which rows kept one, or had one
+    that a row just before kept.
     """
 
     def __init__(self, trace: Trace, hints: HintLog, nodes: list[str]) -> None:
-        self.hinted = np.zeros(len(trace), np.bool_)
+        self.hinted = np.full(len(trace), hints.every_row)
         self._trace, self._hints, self._nodes = trace, hints, nodes
         self._book, self.classifier = HintBook(), HintClassifier()
         self._book.on_settled = self._settled
@@ -313,7 +316,7 @@ class HintFeed:
         number, user, node = int(trace.model[row]), int(trace.user[row]), int(trace.node[row])
         ts, model = float(trace.ts[row]), trace.models[number]
         self._book.expire(ts)
-        self.hinted[row] = self._book.used(model, ts) > 0
+        self.hinted[row] |= self._book.used(model, ts) > 0
         self.classifier.saw(model, trace.user_names[user] if user >= 0 else None, ts)
         if node >= 0:
             self._home[number] = node
