@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 from datetime import datetime
+from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -12,7 +16,7 @@ import pytest
 import prefetcher_models.seasonal_fit as fitting_of_seasons
 from prefetcher.core.traffic import Traffic
 from prefetcher.core.types import HORIZONS_S
-from prefetcher.errors import PredictorError
+from prefetcher.errors import ArtifactError, PredictorError
 from prefetcher_models.check_predictor import CHECKS
 from prefetcher_models.feature_source import FeatureSource
 from prefetcher_models.predictor import checked
@@ -25,6 +29,7 @@ from prefetcher_models.seasonal import (
     drift_of,
     refit_seasons,
 )
+from prefetcher_models.seasonal_artifact import NamedSeasons, about_seasons, seasons_of, seasons_parts
 from prefetcher_models.seasonal_calendar import SLOTS, Calendar
 from prefetcher_models.seasonal_fit import SeasonTask, deviance, fit_season, seasonal_naive
 from prefetcher_models.seasonal_profile import Season, Seasons, seasons_from_arrays, seasons_to_arrays
@@ -438,3 +443,49 @@ def test_a_season_in_words() -> None:
     assert "\n" not in told.text
     with pytest.raises(PredictorError, match="no season"):
         explain(whole(season, Calendar()), 1, from_s)
+
+
+def test_seasons_by_name_are_published_and_asked_without_prophet() -> None:
+    named = NamedSeasons({"b": bare(np.arange(SLOTS)), "a": bare(np.ones(SLOTS), used=False)}, "Europe/Berlin", "DE", 5.0)
+    parts = seasons_parts(named)
+    assert parts == seasons_parts(NamedSeasons(dict(reversed(named.by_name.items())), "Europe/Berlin", "DE", 5.0))
+    back = seasons_of(parts)
+    assert (back.tz, back.country, back.made_s, set(back.by_name)) == ("Europe/Berlin", "DE", 5.0, {"a", "b"})
+    np.testing.assert_array_equal(back.by_name["b"].ordinary, np.arange(SLOTS))
+    about = about_seasons(back, SeasonalSettings())
+    assert about["scores"] == {"3600": {"deviance": 1.0}}
+    assert about["baseline_scores"] == {"3600": {"deviance": 2.0}}
+    assert (about["models"], about["used"]) == (2, 1)
+    assert about_seasons(NamedSeasons({}, "UTC", "", 0.0), SeasonalSettings())["scores"] == {}
+    asked = (
+        "import sys; from prefetcher_models.seasonal_artifact import seasons_of;"
+        "named = seasons_of({'seasons.safetensors': open(sys.argv[1], 'rb').read(), 'seasons.json': open(sys.argv[2], 'rb').read()});"
+        "print(named.explain('b', 1.8e9).text); assert not {'prophet', 'pandas', 'matplotlib'} & set(sys.modules)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for name, part in parts.items():
+            (Path(folder) / name).write_bytes(part)
+        paths = [str(Path(folder) / name) for name in ("seasons.safetensors", "seasons.json")]
+        done = subprocess.run([sys.executable, "-c", asked, *paths], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("busiest Sundays 23:50")
+    with pytest.raises(PredictorError, match="zebra has no season"):
+        back.explain("zebra", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "kind"),
+    [
+        ("seasons.json", b"[]", "foreign"),
+        ("seasons.json", b"{", ""),
+        ("seasons.json", b'{"format": "prefetcher seasons", "version": 9}', "incompatible"),
+        ("seasons.json", b'{"format": "prefetcher seasons", "version": 1, "names": ["a"]}', "incompatible"),
+        ("seasons.safetensors", b"x", ""),
+        ("other", b"", "foreign"),
+    ],
+)
+def test_a_foreign_or_broken_artifact_is_refused(part: str, value: bytes, kind: str) -> None:
+    parts = {**seasons_parts(NamedSeasons({"a": bare(np.ones(SLOTS))}, "UTC", "", 0.0)), part: value}
+    with pytest.raises(ArtifactError) as caught:
+        seasons_of(parts)
+    assert not kind or caught.value.kind == kind
