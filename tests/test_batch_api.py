@@ -47,7 +47,7 @@ def test_a_schedule_is_set_listed_and_removed(setup: Setup) -> None:
     setup.report(report_of(held=[HeldWeights("m0", "v", "host", "ready", 1000, cause="batch")]))
     (listed,) = setup.http.get("/v1/schedules").json()
     assert (listed["open"], listed["staged"], listed["set_s"]) == (True, ["m0"], T0)
-    assert setup.http.delete("/v1/schedules/nightly").status_code == 204
+    assert setup.http.delete("/v1/schedules/nightly").json() == {"removed": "nightly"}
     assert setup.woken[-1] == "schedule"
     assert setup.http.get("/v1/schedules").json() == []
     assert setup.http.delete("/v1/schedules/nightly").status_code == 404

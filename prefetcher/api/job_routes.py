@@ -45,6 +45,18 @@ _RUN = {
 }
 
 
+_TABLE = {
+    "at_s": _T,
+    "until_s": _T + 900,
+    "learned_s": _T - 4,
+    "predictor": "hazard",
+    "horizons_s": [60.0, 120.0, 300.0, 600.0, 900.0, 1800.0, 3600.0, 21600.0],
+    "models": {"llama-8b": [0.02, 0.04, 0.1, 0.17, 0.25, 0.41, 0.61, 0.9]},
+    "fallback": "",
+    "calibrated_s": _T - 1800,
+}
+
+
 def _seconds_of(text: Any) -> int:
     found = _AT.match(text) if isinstance(text, str) else None
     if found is None:
@@ -87,7 +99,7 @@ class ScheduleBody(BaseModel):
         extra="forbid",
         json_schema_extra={
             "examples": [
-                {"name": "nightly", "models": ["embed", "rerank"], "at": "02:00", "for_s": 1800, "days": "weekdays", "tz": "Europe/Berlin"}
+                {"name": "nightly", "models": ["llama-8b", "whisper"], "at": "02:00", "for_s": 1800, "days": "weekdays", "tz": "UTC"}
             ]
         },
     )
@@ -177,6 +189,12 @@ class ScheduleAnswer(BaseModel):
     staged: list[str] = Field(description="its models that are in memory for batch now", examples=[["embed"]])
 
 
+class RemovedAnswer(BaseModel):
+    """A schedule is gone."""
+
+    removed: str = Field(examples=["nightly"])
+
+
 def _shown(found: dict[str, Any]) -> ScheduleAnswer:
     at_s = int(found.pop("at_s"))
     hours, minutes, seconds = at_s // 3600, at_s // 60 % 60, at_s % 60
@@ -211,7 +229,9 @@ def add_jobs(app: FastAPI, service: Service, access: Access) -> None:
         dependencies=may_read,
         summary="One run: wanted, running with how far it is, or what became of it",
     )
-    def job_run(name: str, run_id: str) -> dict[str, Any]:
+    def job_run(
+        name: Annotated[str, Path(examples=["forecast-all"])], run_id: Annotated[str, Path(examples=["5f0c5b1a9d2e4c77"])]
+    ) -> dict[str, Any]:
         return dict(jobs.run(name, run_id))
 
     @app.post(
@@ -228,7 +248,12 @@ def add_jobs(app: FastAPI, service: Service, access: Access) -> None:
         response.headers["Location"] = follow
         return WantedAnswer(job=name, run_id=run_id, follow=follow)
 
-    @app.get("/v1/forecasts", responses=PROBLEMS, dependencies=may_read, summary="The last table of forecasts: every model, every horizon")
+    @app.get(
+        "/v1/forecasts",
+        responses=PROBLEMS | {200: {"content": {"application/json": {"example": _TABLE}}}},
+        dependencies=may_read,
+        summary="The last table of forecasts: every model, every horizon",
+    )
     def forecasts() -> Response:
         return Response(jobs.made("forecast-all"), media_type="application/json")
 
@@ -272,12 +297,11 @@ def _add_schedules(app: FastAPI, desk: ScheduleDesk, service: Service, access: A
 
     @app.delete(
         "/v1/schedules/{name}",
-        status_code=204,
-        response_class=Response,
+        response_model=RemovedAnswer,
         responses=PROBLEMS,
         dependencies=may_act,
         summary="Takes a schedule away; what is staged for it is released",
     )
-    def remove_schedule(request: Request, name: Annotated[str, Path(examples=["nightly"])]) -> Response:
+    def remove_schedule(request: Request, name: Annotated[str, Path(examples=["nightly"])]) -> RemovedAnswer:
         desk.remove(name, request.state.caller.name)
-        return Response(status_code=204)
+        return RemovedAnswer(removed=name)
