@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from prefetcher import __version__
+from prefetcher.cli_doctor import add_doctor_command
 from prefetcher.cli_hints import add_hint_command
 from prefetcher.cli_jobs import add_job_commands
 from prefetcher.cli_predictors import add_predictor_commands
@@ -298,6 +299,7 @@ def compile_() -> None:
 
 add_commands(app)
 add_hint_command(app)
+add_doctor_command(app)
 add_job_commands(app)
 add_predictor_commands(app)
 

@@ -24,7 +24,7 @@ from prefetcher_connectors.redis import RedisState
 from prefetcher_models.fitting import Backend, problem_of_backend
 from prefetcher_models.seasonal_calendar import Calendar
 
-__all__ = ["problems_of", "table_of"]
+__all__ = ["of_values", "problems_of", "table_of"]
 
 
 def table_of(settings: Settings) -> str:
@@ -41,8 +41,14 @@ def problems_of(settings: Settings) -> list[str]:
 
     Asks the state server and the broker, and makes the topics that are missing there, as any role would.
     """
+    found = [*_of_this_machine(settings), *of_values(settings)]
+    found += [_refusal("", lambda: _ask_state(settings)), _refusal("", lambda: _ask_broker(settings))]
+    return [problem for problem in found if problem]
+
+
+def of_values(settings: Settings) -> list[str]:
+    """What is wrong with values, whatever machine this is, and with the endpoint; nobody is asked and nothing is made."""
     found = [
-        *_of_this_machine(settings),
         *_of_the_endpoint(settings),
         _refusal("PREFETCHER_STREAM__MAP: ", lambda: parse_map(settings.stream.map)),
         _refusal("PREFETCHER_STREAM__TZ: ", lambda: TimeReader(settings.stream.tz)),
@@ -54,7 +60,6 @@ def problems_of(settings: Settings) -> list[str]:
         found.append("PREFETCHER_CLOCK__SPEED needs PREFETCHER_CLOCK__ORIGIN_S")
     if (settings.state.url is None) != (settings.kafka.brokers is None):
         found.append("roles that run apart need both PREFETCHER_STATE__URL and PREFETCHER_KAFKA__BROKERS; only one is set")
-    found += [_refusal("", lambda: _ask_state(settings)), _refusal("", lambda: _ask_broker(settings))]
     return [problem for problem in found if problem]
 
 

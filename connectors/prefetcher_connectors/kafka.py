@@ -222,6 +222,29 @@ class KafkaStreams:
         finally:
             admin.close()
 
+    def look(self) -> dict[str, tuple[int, int] | None]:
+        """Partitions of every topic and the fewest replicas that one of them has, None where the topic is missing. Makes nothing.
+
+        Raises as `prepare`.
+        """
+        self._knock(_BOOTSTRAP_S)
+        admin = self._open(KafkaAdminClient)
+        try:
+            missing = set(self._missing(admin))
+            found: dict[str, tuple[int, int] | None] = dict.fromkeys(missing)
+            for described in admin.describe_topics([name for topic in Topic if (name := self.topic_name(topic)) not in missing] or None):
+                parts = described["partitions"]
+                found[described["name"]] = (len(parts), min((len(part["replica_nodes"]) for part in parts), default=0))
+        except errors.KafkaError as exc:
+            raise self._error(exc, "looking for topics") from exc
+        finally:
+            admin.close()
+        return {name: found.get(name) for name in map(self.topic_name, Topic)}
+
+    def how_to_make(self, name: str) -> str:
+        """The command that makes a topic as these options want it."""
+        return self._command(name)
+
     def _is_there(self, timeout_s: float) -> bool:
         try:
             self._knock(timeout_s)

@@ -28,7 +28,7 @@ from prefetcher.clock import Clock, SystemClock
 from prefetcher.errors import UnavailableError
 from prefetcher.secrets import problem_of_address, without_secrets
 
-__all__ = ["HURRIED_S", "PATIENT_S", "EmbeddedServer", "RedisState"]
+__all__ = ["HURRIED_S", "PATIENT_S", "EmbeddedServer", "RedisState", "server_path"]
 
 #: A call of somebody who waits for an HTTP answer: with a tenth of a second for everything else, it comes within one second. A question
 #: reads several keys, but the first that is not answered ends it.
@@ -236,6 +236,11 @@ def _find_server() -> str:
             f"no valkey-server or redis-server on the PATH and none for this machine in the package ({exc}); "
             "install one, or name a server with PREFETCHER_STATE__URL"
         ) from exc
+
+
+def server_path() -> str:
+    """The program that an embedded server is. Raises UnavailableError where there is none."""
+    return _find_server()
 
 
 class EmbeddedServer:

@@ -24,7 +24,19 @@ from typing import Literal
 
 from prefetcher.errors import BudgetError, LockLimitError, UsageError
 
-__all__ = ["OWN_MOUNT", "HostFolder", "LockPolicy", "allow_files", "check_budget", "check_lock", "choose", "lock", "populate"]
+__all__ = [
+    "OWN_MOUNT",
+    "HostFolder",
+    "LockPolicy",
+    "allow_files",
+    "can_be_private",
+    "check_budget",
+    "check_lock",
+    "choose",
+    "lock",
+    "may_lock_anything",
+    "populate",
+]
 
 LockPolicy = Literal["auto", "require", "off"]
 
@@ -284,6 +296,19 @@ def _private(budget_bytes: int) -> HostFolder | None:
     if not opened:
         return None
     return HostFolder("private", opened[0], huge=True, view=opened[1] if len(opened) > 1 else -1)
+
+
+def can_be_private(budget_bytes: int) -> bool:
+    """Whether a tmpfs with huge pages of our own is to be had here. It is made, and vanishes at once."""
+    made = _private(budget_bytes)
+    if made is not None:
+        made.close()
+    return made is not None
+
+
+def may_lock_anything() -> bool:
+    """Whether this process is above the limit of locked memory (CAP_IPC_LOCK)."""
+    return _may_lock_anything()
 
 
 def _huge_pages_work() -> bool:
