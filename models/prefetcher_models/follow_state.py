@@ -82,6 +82,8 @@ class Follow(NamedTuple):
     # one row a model
     last_s: npt.NDArray[np.float64]
     starts: npt.NDArray[np.float64]
+    first_s: npt.NDArray[np.float64]
+    begun: npt.NDArray[np.float64]
     after: npt.NDArray[np.int32]
     after_w: npt.NDArray[np.float32]
     after_s: npt.NDArray[np.float64]
@@ -139,6 +141,8 @@ class Scorer(NamedTuple):
 MODEL_FIELDS: dict[str, tuple[Any, tuple[int, ...], Any]] = {
     "last_s": (np.float64, (), -np.inf),
     "starts": (np.float64, (), 0.0),
+    "first_s": (np.float64, (), np.inf),
+    "begun": (np.float64, (), 0.0),
     "after": (np.int32, (AFTER,), -1),
     "after_w": (np.float32, (AFTER, len(DELAYS_S) - 1), 0.0),
     "after_s": (np.float64, (AFTER,), -np.inf),
@@ -250,6 +254,8 @@ def _begin(state: Follow, m: int, t: float) -> None:
             state.after_w[k, j, :] = 0.0
         state.after_w[k, j, _bin(DELAYS_S, delay)] += 1.0
         state.after_s[k, j] = t
+    state.first_s[m] = min(state.first_s[m], t)
+    state.begun[m] += 1.0
     state.starts[m] += 1.0
     if state.starts[m] > HALVE_AT:
         state.starts[m] *= 0.5
@@ -485,8 +491,16 @@ def _add_chances(p: Any, out: Any) -> None:
 
 
 @kernel_part
+def _beyond(p: float, base: float) -> float:
+    """What a chance says beyond one that is there anyway: 0 where it is no larger."""
+    return min(0.98, max(0.0, (p - base) / (1.0 - base)))
+
+
+@kernel_part
 def _add_arrivals(state: Follow, t: float, sums: Any) -> None:
-    """What recent starts say of the models that follow them, added to sums[n, 6] from column 3 on: log(1 − P) twice, and the largest P."""
+    """What recent starts say of the models that follow them, beyond what the model's own rate of starts would: added to sums[n, 6]
+    from column 3 on, log(1 − P) twice and the largest P.
+    """
     n = len(state.start_model)
     for i in range(min(n, state.counters[0])):
         at = (state.counters[0] - 1 - i) % n
@@ -503,9 +517,10 @@ def _add_arrivals(state: Follow, t: float, sums: Any) -> None:
                 continue
             weights = state.after_w[k, j]
             left = max(1.0, state.starts[k] + 2.0 - _mass(DELAYS_S, weights, 0.0, age))
-            near = min(0.98, _mass(DELAYS_S, weights, age, age + 120.0) / left)
+            rate = state.begun[m] / (t - state.first_s[m] + 600.0)
+            near = _beyond(_mass(DELAYS_S, weights, age, age + 120.0) / left, -math.expm1(-120.0 * rate))
             sums[m, 3] += math.log1p(-near)
-            sums[m, 4] += math.log1p(-min(0.98, _mass(DELAYS_S, weights, age, age + 600.0) / left))
+            sums[m, 4] += math.log1p(-_beyond(_mass(DELAYS_S, weights, age, age + 600.0) / left, -math.expm1(-rate * (600.0 - age))))
             sums[m, 5] = max(sums[m, 5], near)
 
 

@@ -2,8 +2,8 @@
 
 Cheap, online, and in force from the first row on: it is what a learned sequence model has to beat (`coactivation`). Counting and looking up
 is in `follow_state`. Six columns: P(some active user uses the model within 120 s, within 600 s), by how many users that is likely (P of
-0.1 within 600 s), P(it starts within 120 s, within 600 s | models that started in the last ten minutes), and the largest such P (120 s)
-of one of them. Where a log has no users the first three are 0, and cost nothing.
+0.02 within 600 s), P(it starts within 120 s, within 600 s | models that started in the last ten minutes) beyond what its own rate of
+starts would say, and the largest such P (120 s) of one of them. Where a log has no users the first three are 0, and cost nothing.
 """
 
 from __future__ import annotations
