@@ -161,15 +161,15 @@ def _decide() -> None:
     import numpy as np
 
     from prefetcher.core.demand import new_demand
-    from prefetcher.core.experts import WINDOWS_S, expert_policies
+    from prefetcher.core.experts import VARIANTS, expert_policies
     from prefetcher.core.node import World, new_caches, new_event_log
     from prefetcher.core.node_steps import close
     from prefetcher.core.shadow_caches import ShadowCaches
 
-    windows, nothing, one = len(WINDOWS_S), np.zeros(0), np.ones(1)
+    rates, nothing, one = VARIANTS, np.zeros(0), np.ones(1)
     shadows = ShadowCaches(price_s_per_gb_h=1.0, hold_s=600.0, tick_s=60.0, start_s=0.0)
     shadows.serve(np.zeros(1, np.int64), one, one, 1.0)
-    shadows.advance(one, np.zeros(1, np.int64), np.zeros((windows, 1), np.float32), 60.0 * one, np.zeros((windows, 1, 1), np.float32), 70.0)
+    shadows.advance(one, np.zeros(1, np.int64), np.zeros((rates, 1), np.float32), 60.0 * one, np.zeros((rates, 1, 1), np.float32), 70.0)
     shadows.outlook(70.0)
     world = World(one, one, one, nothing, np.zeros(0, np.int32), nothing, one, 0.0, 1.0, 60.0)
     policies = expert_policies(1.0, 600.0)

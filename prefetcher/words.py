@@ -50,10 +50,12 @@ _REASONS: dict[str, str] = {
     "bypass": "read from disk: keeping it did not pay",
 }
 _EXPERTS: dict[str, str] = {
-    "hazard-mix-prefetch": "keeps and prefetches by learned chances of use and recent rates together",
-    "hazard-10min": "keeps by the learned chance of use within 10 min, without prefetching",
+    "hazard-prefetch": "keeps and prefetches by learned chances of use over minutes to an hour",
+    "hazard": "keeps by learned chances of use over minutes to an hour, without prefetching",
+    "hazard-mix-prefetch": "keeps and prefetches by learned chances of use over minutes to an hour and recent rates together",
+    "hazard-mix-10min-prefetch": "keeps and prefetches by the learned chance of use within 10 min and recent rates together",
     "hazard-10min-prefetch": "keeps and prefetches by the learned chance of use within 10 min",
-    "hazard-10min-prefetch-2min": "keeps by the learned chance of use within 10 min, prefetches by that within 2 min",
+    "hazard-prefetch-2min": "keeps by learned chances of use over minutes to an hour, prefetches by that within 2 min",
     "hazard-60min-prefetch": "keeps by the learned chance of use within an hour, prefetches by that within 10 min",
     "lhd": "keeps by hit density, without prefetching",
     "mix": "keeps by the rates of the last minutes to the last day together, without prefetching",

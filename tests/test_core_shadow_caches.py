@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefetcher.controller.learner import Learner
-from prefetcher.core.experts import EXPERTS
+from prefetcher.core.experts import EXPERTS, VARIANTS
 from prefetcher.core.shadow_caches import ShadowCaches
 from prefetcher.core.types import ModelName, RequestSeen
 from prefetcher.replay.engine import split_by_node
@@ -157,11 +157,11 @@ def test_models_appear_change_size_and_leave() -> None:
 def test_a_long_silence_costs_little_and_loses_the_guesses() -> None:
     shadows = caches()
     shadows.serve(np.array([0]), np.array([1e9]), np.array([1.0]), 4e9)
-    row = (np.array([T0 + 1.0]), np.array([0]), np.full((3, 1), 0.01, np.float32))
-    shadows.advance(*row, np.zeros(0), np.zeros((3, 0, 1), np.float32), T0 + 30.0)
+    row = (np.array([T0 + 1.0]), np.array([0]), np.full((VARIANTS, 1), 0.01, np.float32))
+    shadows.advance(*row, np.zeros(0), np.zeros((VARIANTS, 0, 1), np.float32), T0 + 30.0)
     assert shadows.shadow_holds().tolist() == [True]
     shadows.advance(
-        np.zeros(0), np.zeros(0, np.int64), np.zeros((3, 0), np.float32),
-        np.array([T0 + 3e7]), np.zeros((3, 1, 1), np.float32), T0 + 3e7,
+        np.zeros(0), np.zeros(0, np.int64), np.zeros((VARIANTS, 0), np.float32),
+        np.array([T0 + 3e7]), np.zeros((VARIANTS, 1, 1), np.float32), T0 + 3e7,
     )  # fmt: skip
     assert shadows.shadow_holds().tolist() == [False], "its price ended it"

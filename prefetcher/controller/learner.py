@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefetcher.controller.records import PredictorState, pack_arrays, unpack_arrays
-from prefetcher.core.experts import HORIZONS, WINDOWS_S, rates_of_next_use
+from prefetcher.core.experts import HORIZONS, VARIANTS, rates_of_next_use
 from prefetcher.core.traffic import FEATURE_NAMES, Block, Traffic
 from prefetcher.core.types import HORIZONS_S, ModelName, RequestSeen
 from prefetcher.errors import PredictorError
@@ -47,8 +47,8 @@ class Taken:
     """What one step took in.
 
     `rows` were counted, `repeated` dropped; `started` are models with their first row, or back after five minutes. The rates of next use
-    (`core.experts`): `after_row` float32[windows, N] right after each row of model number `model` int64[N] at `ts` float64[N], and
-    `at_tick` float32[windows, T, n] of every model at the times `ticks` float64[T], consecutive multiples of the tick.
+    (`core.experts`): `after_row` float32[VARIANTS, N] right after each row of model number `model` int64[N] at `ts` float64[N], and
+    `at_tick` float32[VARIANTS, T, n] of every model at the times `ticks` float64[T], consecutive multiples of the tick.
     """
 
     rows: tuple[RequestSeen, ...]
@@ -137,7 +137,7 @@ class Learner:
         if len(ts) or len(ticks):
             block = self.sources.widened(self.traffic, came)
         after_row = rates_of_next_use(self._probabilities(block.row_features[counted]))
-        at_tick = np.full((len(WINDOWS_S), len(ticks), self.traffic.n_models), np.nan, np.float32)
+        at_tick = np.full((VARIANTS, len(ticks), self.traffic.n_models), np.nan, np.float32)
         at_tick[:, block.tick_of, block.tick_model] = rates_of_next_use(self._probabilities(block.tick_features))
         if len(ts) or len(ticks):
             self._learn(came, block)

@@ -90,12 +90,17 @@ class Plans:
         self._price_eviction()
 
     def order(self, order: Order, rank: int) -> str:
-        """Queues the prefetch, or ends it at once and says why. One that was seen before only takes its new rank."""
+        """Queues the prefetch, or ends it at once and says why. One that was seen before only takes its new rank, and what is
+        there for it, where it says so, a later end of its hold (seconds after it was issued)."""
         if order.decision_id in self.seen:
             weights = self.holdings.resolve(order.key)
             pending = weights.pending.get(order.tier) if weights is not None else None
             if pending is not None and pending.order.decision_id == order.decision_id:
                 pending.rank = rank
+            copy = weights.copies.get(order.tier) if weights is not None else None
+            its_own = copy is not None and copy.order is not None and copy.order.decision_id == order.decision_id
+            if copy is not None and its_own and copy.stage is Stage.READY and copy.hold_until_s is not None:
+                copy.hold_until_s = max(copy.hold_until_s, order.issued_s + order.hold_s)
             return "seen_before"
         self.seen[order.decision_id] = None
         while len(self.seen) > _REMEMBERED_ORDERS:
