@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,6 +19,7 @@ import typer
 
 from prefetcher import __version__
 from prefetcher.cli_doctor import add_doctor_command
+from prefetcher.cli_help import Contents
 from prefetcher.cli_hints import add_hint_command
 from prefetcher.cli_jobs import add_job_commands
 from prefetcher.cli_predictors import add_predictor_commands
@@ -29,9 +31,10 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="prefetcher",
+    cls=Contents,
     help="Brings model weights near before the request: replay a request log, or run it live on this machine.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -64,6 +67,7 @@ def _options(
 
 Url = Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")]
 Model = Annotated[str, typer.Argument(help="The model's name.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(cls=with_defaults(OF_UP))
@@ -122,65 +126,73 @@ def status(
     show(url, once=once, as_json=json, every_s=every_s)
 
 
-def _act(act: str, model: str, url: str) -> None:
+def _act(act: str, model: str, url: str, as_json: bool) -> None:
     from prefetcher.api import client
     from prefetcher.api.acts import in_words
 
     answer = client.act(url, act, model)
-    typer.echo(f"{act} {model}: {in_words(act, answer['reason'])}")
+    _say(answer, f"{act} {model}: {in_words(act, answer['reason'])}", as_json)
+
+
+def _switch(where: str, words: str, url: str, as_json: bool) -> None:
+    from prefetcher.api.client import post
+
+    _say(post(url, f"/v1/{where}"), words, as_json)
+
+
+def _say(answer: Any, words: str, as_json: bool) -> None:
+    typer.echo(dumps(answer, indent=2) if as_json else words)
 
 
 @app.command()
-def pin(model: Model, url: Url = _DEFAULT_URL) -> None:
+def pin(model: Model, url: Url = _DEFAULT_URL, json: Json = False) -> None:
     """Loads a model and keeps it, whatever is decided; also across restarts."""
-    _act("pin", model, url)
+    _act("pin", model, url, json)
 
 
 @app.command()
-def unpin(model: Model, url: Url = _DEFAULT_URL) -> None:
+def unpin(model: Model, url: Url = _DEFAULT_URL, json: Json = False) -> None:
     """Leaves a model to the decision again."""
-    _act("unpin", model, url)
+    _act("unpin", model, url, json)
 
 
 @app.command()
-def load(model: Model, url: Url = _DEFAULT_URL) -> None:
+def load(model: Model, url: Url = _DEFAULT_URL, json: Json = False) -> None:
     """Loads a model now; unused, it stays an hour."""
-    _act("load", model, url)
+    _act("load", model, url, json)
 
 
 @app.command()
-def evict(model: Model, url: Url = _DEFAULT_URL) -> None:
+def evict(model: Model, url: Url = _DEFAULT_URL, json: Json = False) -> None:
     """Gives a model's memory back now, unless it is leased or pinned."""
-    _act("evict", model, url)
+    _act("evict", model, url, json)
 
 
 @app.command()
-def off(url: Url = _DEFAULT_URL) -> None:
+def off(url: Url = _DEFAULT_URL, json: Json = False) -> None:
     """Stops prefetching at once: demand loading only."""
-    from prefetcher.api.client import post
-
-    post(url, "/v1/off")
-    typer.echo("prefetching is off: demand loading only")
+    _switch("off", "prefetching is off: demand loading only", url, json)
 
 
 @app.command()
-def on(url: Url = _DEFAULT_URL) -> None:
+def on(url: Url = _DEFAULT_URL, json: Json = False) -> None:
     """Starts prefetching again."""
-    from prefetcher.api.client import post
-
-    post(url, "/v1/on")
-    typer.echo("prefetching is on")
+    _switch("on", "prefetching is on", url, json)
 
 
 @app.command()
 def manifest(
     folder: Annotated[Path, typer.Argument(help="A folder of models, or one model's folder.")],
     version: Annotated[str | None, typer.Option(help="Name of the version; else one from the bytes.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each model.")] = False,
 ) -> None:
     """Checks every safetensors file and writes the manifest that loads are verified against."""
     from prefetcher.agent.manifest import Manifest, write_manifests
 
     def say(made: Manifest) -> None:
+        if json:
+            typer.echo(dumps({"model": made.model, "version": made.version, "files": len(made.files), "bytes": made.bytes}))
+            return
         typer.echo(f"{made.model}  version {made.version}  {len(made.files)} files  {made.bytes} bytes")
 
     refused: list[PrefetcherError] = []
@@ -193,7 +205,7 @@ def manifest(
     if not refused:
         return
     if len(made) + len(refused) > 1:
-        typer.echo(f"{len(refused)} of {len(made) + len(refused)} models refused, see above; the others have their manifests")
+        typer.echo(f"{len(refused)} of {len(made) + len(refused)} models refused, see above; the others have their manifests", err=json)
     raise typer.Exit(refused[0].exit_code)
 
 

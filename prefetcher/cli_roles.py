@@ -117,15 +117,21 @@ def add_commands(app: typer.Typer) -> None:
     app.add_typer(config_app, name="config")
 
     @config_app.command("check")
-    def config_check(config: Config = None) -> None:
+    def config_check(config: Config = None, json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
         """Prints the effective settings, passwords hidden, and says what is wrong with them; exit code 1 if anything is.
 
         Asks the state server and the broker, and makes the topics that are missing there.
         """
-        from prefetcher.config import load_settings
+        from prefetcher.config import load_settings, shown
         from prefetcher.config_check import problems_of, table_of
 
         settings = load_settings(None, config)
+        if json:
+            from json import dumps
+
+            wrong = problems_of(settings)
+            typer.echo(dumps({"settings": shown(settings), "wrong": wrong}, indent=2))
+            raise typer.Exit(1 if wrong else 0)
         typer.echo(table_of(settings))
         found = problems_of(settings)
         for problem in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import prefetcher
+from prefetcher.cli_help import SECTIONS
 
 HEAVY = {"torch", "prophet", "pandas", "sklearn", "lightgbm", "numba", "numpy", "scipy", "pyarrow", "fastapi", "redis"}
 
@@ -94,8 +96,24 @@ def test_the_version_is_said() -> None:
 def test_help_names_every_command(tmp_path: Path) -> None:
     done = run("--help")
     assert done.returncode == 0
-    for name in ("up", "status", "pin", "unpin", "load", "evict", "off", "on", "manifest", "replay", "bench", "demo", "compile"):
-        assert f"\n  {name} " in done.stdout
+    for names in SECTIONS.values():
+        for name in names:
+            assert f"\n  {name} " in done.stdout
+    assert "\nMore:" not in done.stdout, "a command that no section names"
+
+
+def test_commands_and_options_are_completed() -> None:
+    def completed(words: str) -> list[str]:
+        # As the function does that `--show-completion bash` prints.
+        script = "import sys; from prefetcher.cli import main; sys.argv = ['prefetcher']; main()"
+        environment = os.environ | {"_PREFETCHER_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+        return done.stdout.split()
+
+    assert completed("prefetcher st") == ["status"]
+    assert completed("prefetcher hint --s") == ["--surface", "--session", "--source"]
+    shown = subprocess.run([sys.executable, "-m", "prefetcher", "--help"], capture_output=True, text=True, timeout=60).stdout
+    assert "--install-completion" in shown
 
 
 @pytest.mark.parametrize(
