@@ -9,17 +9,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from test_batch_forecasting import learned
 from test_live_up import Running, cli, make, models
 from waiting import eventually
 
 import prefetcher
 from prefetcher.api.client import get
 from prefetcher.clock import SystemClock
-from prefetcher.controller.learner import Learner
-from prefetcher.core.types import ModelName, RequestSeen
 from prefetcher_connectors.artifact_store import ArtifactStore
+from prefetcher_connectors.memory import MemoryState
 from prefetcher_models.artifacts import HAZARD, about_hazard, hazard_parts
-from prefetcher_models.hazard import Hazard, HazardSettings
+from prefetcher_models.hazard import Hazard
 
 __all__ = ["make", "models"]
 
@@ -32,7 +32,8 @@ def add(up: Running, name: str, model: str, in_s: float, for_: str, *more: str) 
     arguments = ["--models", model, "--at", f"{at:%H:%M:%S}", "--for", for_, "--lead", f"{LEAD_S:g}s", *more]
     done = cli("schedule", "add", name, *arguments, "--url", up.url)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{name}: opens ")
+    # On a machine that is slow it may be open by now.
+    assert done.stdout.startswith(f"{name}: open")
     start_s: float = next(s for s in get(up.url, "/v1/schedules") if s["name"] == name)["next_start_s"]
     return start_s
 
@@ -123,13 +124,9 @@ def test_jobs_of_a_running_node(make: Callable[..., Running], tmp_path: Path) ->
 
 
 def test_a_controller_that_has_nothing_starts_from_the_last_fit(make: Callable[..., Running], tmp_path: Path) -> None:
-    learner = Learner(lambda: Hazard(HazardSettings(fewest_samples=200, trees=10)), 60.0)
-    origin_s = 1_767_225_600.0
-    for i in range(700):
-        learner.take([RequestSeen(origin_s + 20.0 * i, ModelName(f"m{i % 3}"))], {}, origin_s + 20.0 * i, caught_up=False)
-        learner.refit_now(origin_s + 20.0 * i)
-    found = learner.predictor
+    found = learned(MemoryState(), 4.0).predictor
     assert isinstance(found, Hazard)
+    assert any(found.fit.trees)
     version = ArtifactStore(tmp_path / "state" / "artifacts").publish(HAZARD, hazard_parts(found), about_hazard(found))
     up = make()
     started = eventually(lambda: next((e for e in up.events() if e["event"] == "started_from_fit"), None))

@@ -215,4 +215,4 @@ def test_what_a_program_has_open_at_the_end_goes_when_it_is_done() -> None:
 def test_what_a_plan_releases_goes_whatever_holding_costs(price: float) -> None:
     bench = batch_copy(used=True)
     bench.plan(DesiredWeights(key("a"), RELEASED, 0.01), price=price)
-    assert [e.reason for e in bench.of(ev.EvictWeights)] == [ev.Evicted.PRICE]
+    assert [e.reason for e in bench.of(ev.EvictWeights)] == [ev.Evicted.WINDOW]

@@ -183,4 +183,6 @@ class Plans:
                 if copy.stage is Stage.PAUSED and self.links.is_guess(weights, tier):
                     self.transfers.cancel(weights, tier, Ending.CANCELLED, "price", self.links.now_s)
                 elif not by_hand and self.holdings.may_leave(weights, tier):
-                    self.transfers.evict(weights, tier, Evicted.PRICE, self.links.now_s)
+                    # What batch has no need of any more is worth less than nothing to the plan.
+                    released = weights.index is not None and weights.index < 0.0
+                    self.transfers.evict(weights, tier, Evicted.WINDOW if released else Evicted.PRICE, self.links.now_s)
