@@ -26,7 +26,7 @@ def add_predictor_commands(app: typer.Typer) -> None:
     def backtest(
         log: Annotated[Path, typer.Argument(help="Request log: parquet, CSV or JSONL, plain or compressed.")],
         catalog: Annotated[Path | None, typer.Option(help="Models beside those of the log: CSV or JSON, as chat,16GB.")] = None,
-        predictors: Annotated[str | None, typer.Option(help="Only these, separated by commas; else all.")] = None,
+        predictors: Annotated[str | None, typer.Option(help="Only these, separated by commas; all; else all but the costly ones.")] = None,
         origins: Annotated[int, typer.Option(help="Stretches of scored time that are compared.", min=1, max=100)] = 5,
         warmup_ratio: Annotated[float, typer.Option(help="Share of the time that is not scored.")] = 0.3,
         waste: Annotated[float, typer.Option(help="Wasted prefetches that a start may cost.")] = 1.0,

@@ -176,8 +176,8 @@ class StoreBlobs:
         from obstore.store import from_url
 
         self._place = without_secrets(address)
-        timeouts: dict[str, Any] = {"connect_timeout": _CONNECT, "timeout": _ANSWER, "allow_http": True}
-        retries: dict[str, Any] = {"max_retries": _RETRIES, "retry_timeout": _RETRY}
+        timeouts: Any = {"connect_timeout": _CONNECT, "timeout": _ANSWER, "allow_http": True}
+        retries: Any = {"max_retries": _RETRIES, "retry_timeout": _RETRY}
         try:
             self._store: Any = from_url(address.rstrip("/"), client_options=timeouts, retry_config=retries)
         except (BaseError, ValueError) as exc:
@@ -210,7 +210,7 @@ class StoreBlobs:
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        mode = "create" if tag is None else {key: value for key, value in tag.items() if value is not None}
+        mode: Any = "create" if tag is None else {key: value for key, value in tag.items() if value is not None}
         try:
             self._asked(lambda: obstore.put(self._store, path, content, mode=mode))
         except (AlreadyExistsError, PreconditionError):

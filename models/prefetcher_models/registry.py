@@ -27,6 +27,7 @@ class Entry:
     """One predictor. `make` is given the names of the columns that `sources` add behind the traffic features.
 
     `kind`: a baseline is what others are measured against, a learned one decides. `needs`: packages without which it can't be made.
+    `costly`: its fits take minutes on a long log, so that it runs only where it is named.
     """
 
     name: str
@@ -35,6 +36,31 @@ class Entry:
     make: Callable[[tuple[str, ...]], Predictor]
     sources: Callable[[], Sequence[FeatureSource]] = _no_sources
     needs: tuple[str, ...] = ()
+    costly: bool = False
+
+
+def _transitions() -> Sequence[FeatureSource]:
+    from prefetcher_models.transitions import Transitions
+
+    return (Transitions(),)
+
+
+def _coactivation() -> Sequence[FeatureSource]:
+    from prefetcher_models.coactivation import Coactivation
+
+    return (Coactivation(),)
+
+
+def _seasons() -> Sequence[FeatureSource]:
+    from prefetcher_models.seasonal import SeasonalSource
+
+    return (SeasonalSource(),)
+
+
+def _seasonal(_names: tuple[str, ...]) -> Predictor:
+    from prefetcher_models.seasonal import SeasonalPredictor
+
+    return SeasonalPredictor()
 
 
 def _hazard(names: tuple[str, ...]) -> Predictor:
@@ -77,6 +103,33 @@ PREDICTORS: tuple[Entry, ...] = (
     Entry(
         "hazard", "learned", "boosted trees over traffic features, pooled over models, calibrated by horizon", _hazard, needs=("lightgbm",)
     ),
+    Entry(
+        "hazard-transitions",
+        "learned",
+        "the hazard with columns of what follows what, by arrivals and users",
+        _hazard,
+        _transitions,
+        needs=("lightgbm",),
+    ),
+    Entry(
+        "hazard-coactivation",
+        "learned",
+        "the hazard with columns of a sequence model of what users turn to next",
+        _hazard,
+        _coactivation,
+        needs=("lightgbm", "torch"),
+        costly=True,
+    ),
+    Entry(
+        "hazard-seasonal",
+        "learned",
+        "the hazard with columns of the seasonal forecast",
+        _hazard,
+        _seasons,
+        needs=("lightgbm", "prophet"),
+        costly=True,
+    ),
+    Entry("seasonal", "learned", "daily and weekly seasons of the busiest models (Prophet)", _seasonal, needs=("prophet",), costly=True),
     Entry("seasonal-naive", "baseline", "what was used at this time yesterday and a week ago is used now", _seasonal_naive),
     Entry("popularity-24h", "baseline", "what was used in many ten-minute windows of the last day is used next", _popularity),
     Entry("idle-time", "baseline", "the model's own gaps, given how long it has been idle", _idle_time),

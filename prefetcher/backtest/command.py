@@ -139,6 +139,8 @@ def backtest(
 
 def _chosen(names: str | None) -> list[Entry]:
     if names is None:
+        return [one for one in PREDICTORS if not one.costly]
+    if names.strip() == "all":
         return list(PREDICTORS)
     asked = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     if not asked:

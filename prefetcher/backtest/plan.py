@@ -62,8 +62,8 @@ def make_plan(t0: float, t1: float, models: int, *, warmup_ratio: float, origins
         first = int(np.ceil(max(from_s - t0, horizon_s) / step_s))
         last = int(np.floor((t1 - horizon_s - t0) / step_s))
         ends = t0 + step_s * np.arange(first, last + 1)
-        per_origin = np.bincount(np.searchsorted(starts, ends, side="right").clip(1, origins) - 1, minlength=origins) if len(ends) else []
-        if not len(ends) or min(per_origin) < _FEWEST_WINDOWS:
+        of_origin = np.searchsorted(starts, ends, side="right").clip(1, origins) - 1
+        if int(np.bincount(of_origin, minlength=origins).min()) < _FEWEST_WINDOWS:
             times.append(np.zeros(0))
             ratios.append(0.0)
             continue
@@ -77,7 +77,7 @@ def make_plan(t0: float, t1: float, models: int, *, warmup_ratio: float, origins
             ends = ends[np.unique(places)]
         else:
             ratios.append(1.0)
-        times.append(ends)
+        times.append(ends.astype(np.float64))
     if not any(len(ends) for ends in times):
         need_s = HORIZONS_S[0] * _FEWEST_WINDOWS * origins / max(1.0 - warmup_ratio, 1e-9)
         raise InputError(

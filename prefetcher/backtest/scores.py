@@ -111,8 +111,8 @@ def spread(values: Sequence[float | None], *, ratio: bool = False) -> Interval |
     half = math.nan
     if n > 1:
         half = (_T[n - 2] if n - 2 < len(_T) else _NORMAL) * float(logs.std(ddof=1)) / math.sqrt(n)
-    ends = (mean, mean - half, mean + half)
-    return Interval(*(math.exp(end) if ratio else end for end in ends), n)
+    mean, low, high = (math.exp(end) if ratio else end for end in (mean, mean - half, mean + half))
+    return Interval(mean, low, high, n)
 
 
 def _curve(p: Floats, used: Bools) -> tuple[Floats, Floats]:
