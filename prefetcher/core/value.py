@@ -32,8 +32,9 @@ __all__ = [
 DEFAULT_PRICE_S_PER_GB_H = 0.002
 
 
-#: What is hinted displaces others only when its use is at least this likely: below it, most of what hints move would be moved for nothing.
-LEAST_CHANCE = 0.4
+#: What is hinted displaces others only when its use is at least this likely. A use saves a whole load; a hint that is not kept costs the
+#: loads of what it displaced, as far as that is asked for again: somewhat below one half.
+LEAST_CHANCE = 0.45
 
 
 def price_per_byte_s(seconds_per_gb_h: float) -> float:
