@@ -200,7 +200,8 @@ def test_expected_rows_add_up_over_spans_and_midnight() -> None:
 
 def bare(week: np.ndarray, **values: float) -> Season:
     numbers = {
-        "burst": 1.0, "used": True, "own_error": 1.0, "naive_error": 2.0, "held_out_s": DAY_S, "valid_from_s": 0.0, "until_s": 1e12,
+        "burst": 1.0, "follow": 1.0,
+        "used": True, "own_error": 1.0, "naive_error": 2.0, "held_out_s": DAY_S, "valid_from_s": 0.0, "until_s": 1e12,
         "rows": 1.0, "history_s": WEEK_S, "bin_s": HOUR_S, "trend_a_week": 1.0,
     }  # fmt: skip
     return Season(ordinary=week.astype(np.float32), free=week.astype(np.float32), **{**numbers, **values})

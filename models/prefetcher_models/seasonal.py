@@ -294,7 +294,7 @@ class _State:
                 (self.seasons.expected(np.arange(len(self._used)), at + k * 21600.0, [21600.0])[:, 0] for k in range(LEVEL_HOURS // 6)),
                 np.zeros(len(self._used)),
             )
-            self._levels[hour] = level_ratio(came, said)
+            self._levels[hour] = level_ratio(came, said) ** self.seasons.follow
         return self._levels[hour]
 
 

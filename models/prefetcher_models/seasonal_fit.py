@@ -2,7 +2,7 @@
 
 Counts are fitted as square roots, on which noise is even and a forecast is never negative. Days are of two kinds, working and free
 (weekends, holidays): each has a daily profile, so that a holiday looks like a weekend before the first one was seen; what days of the week
-have of their own is a weekly wave beside them. The trend explains the past; a forecast keeps its last value, times what the last 24 hours
+have of their own is a weekly wave beside them, once there are weeks enough. There is no trend: a forecast follows what the last 24 hours
 had of what was expected of them. Prophet is imported by the first fit, says nothing, and has one thread. Covers no choice of models to fit.
 """
 
@@ -25,13 +25,15 @@ __all__ = ["LEVEL_HOURS", "SeasonTask", "as_if_live", "deviance", "fit_season", 
 _HOUR_S, _DAY_S, _WEEK_S = 3600.0, 86400.0, 604800.0
 #: How many waves a daily profile is made of, at an hour and at finer bins, and the weekly one.
 _DAILY_WAVES, _FINE_WAVES, _WEEKLY_WAVES = 6, 12, 3
+#: How long a history must be for the weekly one: each day of the week thrice, or it learns what one of them was like.
+_WEEKLY_FROM_S = 3.0 * _WEEK_S
 #: Prior scales: of all waves, and of what a free day is apart from its profile.
 _WAVE_SCALE, _FREE_SCALE = 0.2, 10.0
-#: Where the trend may bend: so many places over the first 95 % of the history.
-_BENDS, _BENDS_UNTIL = 6, 0.95
 #: The level follows what so many hours had over what was expected of them, drawn to 1 by so many rows.
 LEVEL_HOURS = 24
 _LEVEL_PRIOR = 3.0
+#: Powers of that ratio, of which a model gets the best: levels that come and go by the day, and those that stay.
+_FOLLOWS = (0.0, 0.5, 1.0)
 #: Weight of the last day's mean beside yesterday and last week, as in `SeasonalNaive`.
 _NAIVE_PRIOR = 0.5
 #: A Monday, 00:00 of the wall: 1970-01-05.
@@ -109,9 +111,12 @@ def fit_season(task: SeasonTask) -> Season:
     hours = counts[: len(counts) - len(counts) % int(_HOUR_S / task.bin_s)].reshape(-1, int(_HOUR_S / task.bin_s)).sum(axis=1)
     first = len(hours) - int(kept_s / _HOUR_S)
     floor = 0.3 / first
-    own = np.maximum(as_if_live(season, task.from_s, hours, first, calendar), floor)
+    tried = [np.maximum(as_if_live(replace(season, follow=power), task.from_s, hours, first, calendar), floor) for power in _FOLLOWS]
+    errors = [deviance(hours[first:], one) for one in tried]
+    best = int(np.argmin(errors))
+    own = tried[best]
     naive = np.maximum(seasonal_naive(hours, first), floor)
-    scores = {"own_error": deviance(hours[first:], own), "naive_error": deviance(hours[first:], naive)}
+    scores = {"own_error": errors[best], "naive_error": deviance(hours[first:], naive), "follow": _FOLLOWS[best]}
     used = scores["own_error"] < (1.0 - task.margin) * scores["naive_error"]
     burst = _burst(hours[first:], own)
     if used:
@@ -131,7 +136,7 @@ def as_if_live(season: Season, from_s: float, hours: Floats, first: int, calenda
     came, said = (np.concatenate([[0.0], np.cumsum(part)]) for part in (hours[begin:], plain))
     n = len(hours) - first
     ratio = level_ratio(came[LEVEL_HOURS : LEVEL_HOURS + n] - came[:n], said[LEVEL_HOURS : LEVEL_HOURS + n] - said[:n])
-    said_then: Floats = plain[LEVEL_HOURS:] * ratio
+    said_then: Floats = plain[LEVEL_HOURS:] * ratio**season.follow
     return said_then
 
 
@@ -159,9 +164,8 @@ def _fitted(task: SeasonTask, counts: Floats, calendar: Calendar) -> Season:
     history_s = len(counts) * task.bin_s
     waves = _DAILY_WAVES if task.bin_s >= _HOUR_S else _FINE_WAVES
     model = prophet(
-        growth="linear",
-        n_changepoints=_BENDS,
-        changepoint_range=_BENDS_UNTIL,
+        growth="flat",
+        n_changepoints=0,
         daily_seasonality=False,
         weekly_seasonality=False,
         yearly_seasonality=False,
@@ -173,7 +177,7 @@ def _fitted(task: SeasonTask, counts: Floats, calendar: Calendar) -> Season:
         model.add_regressor("rest", prior_scale=_FREE_SCALE, standardize=False)
     else:
         model.add_seasonality("daily", 1.0, waves, prior_scale=_WAVE_SCALE)
-    if history_s >= _WEEK_S + _DAY_S:
+    if history_s >= _WEEKLY_FROM_S:
         model.add_seasonality("weekly", 7.0, _WEEKLY_WAVES, prior_scale=_WAVE_SCALE)
 
     def frame(wall_s: Floats, rests: npt.NDArray[np.bool_]) -> Any:
@@ -209,6 +213,7 @@ def _fitted(task: SeasonTask, counts: Floats, calendar: Calendar) -> Season:
         ordinary=weeks[:SLOTS].astype(np.float32),
         free=weeks[SLOTS:].astype(np.float32),
         burst=1.0,
+        follow=1.0,
         used=False,
         own_error=np.inf,
         naive_error=np.inf,
@@ -218,7 +223,7 @@ def _fitted(task: SeasonTask, counts: Floats, calendar: Calendar) -> Season:
         rows=0.0,
         history_s=0.0,
         bin_s=task.bin_s,
-        trend_a_week=_a_week_ago(trend, history_s),
+        trend_a_week=_over_last_week(counts, task.bin_s),
     )
 
 
@@ -238,11 +243,10 @@ def _waves(model: Any, wall_s: npt.NDArray[np.floating[Any]], rests: npt.NDArray
     return out
 
 
-def _a_week_ago(trend: Floats, history_s: float) -> float:
-    """How many times its level of a week ago a model has at the end of its trend, from the trend of square roots."""
-    back = min(len(trend), int(len(trend) * _WEEK_S / history_s))
-    then, now = np.maximum(trend[[-back, -1]], 0.05) ** 2
-    return float(now / then)
+def _over_last_week(counts: Floats, bin_s: float) -> float:
+    """Rows of the last week over those of the week before; 1 while there is no such."""
+    week = int(_WEEK_S / bin_s)
+    return float((counts[-week:].sum() + 1.0) / (counts[-2 * week : -week].sum() + 1.0)) if len(counts) >= 2 * week else 1.0
 
 
 @lru_cache(maxsize=4)

@@ -30,15 +30,16 @@ class Season:
     """One model's cycle.
 
     `ordinary` float32[SLOTS]: rows an hour by slot of an ordinary local week; `free`: the same, were every day of it free (holidays).
-    `burst`: share of rows that begin a burst of their own;
-    the others come with them. `used` says whether it forecasts better than seasonal-naive: `own_error` and `naive_error` are the Poisson
-    deviances an hour of both over `held_out_s` of held-out time. Holds for times in [valid_from_s, until_s). `rows` in `history_s` were
-    fitted, in bins of `bin_s`; `trend_a_week`: the level at the end over that of a week before.
+    `burst`: share of rows that begin a burst of their own; the others come with them. `follow`: which power of the last 24 hours' rows over
+    those expected a forecast is multiplied by. `used` says whether it forecasts better than seasonal-naive: `own_error` and `naive_error`
+    are the Poisson deviances an hour of both over `held_out_s` of held-out time. Holds for times in [valid_from_s, until_s). `rows` of
+    `history_s` were fitted, in bins of `bin_s`; `trend_a_week`: rows of the last week over those of the one before.
     """
 
     ordinary: npt.NDArray[np.float32]
     free: npt.NDArray[np.float32]
     burst: float
+    follow: float
     used: bool
     own_error: float
     naive_error: float
@@ -67,6 +68,8 @@ class Seasons:
         self._ordinary = _stack([season.ordinary for season in chosen])
         self._free = _stack([season.free for season in chosen])
         self._burst = np.array([season.burst for season in chosen])
+        #: float64[used]: see `Season.follow`.
+        self.follow = np.array([season.follow for season in chosen])
         self._from_s = np.array([season.valid_from_s for season in chosen])
         self._until_s = np.array([season.until_s for season in chosen])
         self._mean = self._ordinary.mean(axis=1)

@@ -130,7 +130,7 @@ def _text(season: Season, peaks: tuple[Peak, ...], holidays: tuple[tuple[str, st
     else:
         parts.append("no time of the week stands out")
     if season.trend_a_week > _TREND or season.trend_a_week < 1.0 / _TREND:
-        parts.append(f"its level is {season.trend_a_week:.1f} times that of a week before")
+        parts.append(f"its last week had {season.trend_a_week:.1f} times the rows of the one before")
     if holidays:
         parts.append("free days ahead: " + ", ".join(f"{when} {name}" for when, name in holidays))
     days = season.history_s / _DAY_S
