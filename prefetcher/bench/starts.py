@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -28,6 +28,7 @@ from prefetcher.core.types import HORIZONS_S
 from prefetcher.errors import InputError, UsageError
 from prefetcher.replay.engine import TICK_S
 from prefetcher.replay.trace import Trace, read_trace
+from prefetcher_models.feature_source import FeatureSource
 from prefetcher_models.hazard import Hazard
 from prefetcher_models.seasonal_naive import SeasonalNaive
 from prefetcher_models.stream import HazardStream
@@ -35,6 +36,7 @@ from prefetcher_models.stream import HazardStream
 __all__ = ["REFERENCES", "average_precision", "run", "starts"]
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 WINDOW_S = 600.0
 #: Share of the windows that the trees are fitted on.
@@ -119,17 +121,22 @@ def run(
     return result
 
 
-def starts(trace: Trace, tell: Callable[[str], None] = lambda text: None, upto_ratio: float = 1.0) -> dict[str, Any]:
+def starts(
+    trace: Trace,
+    tell: Callable[[str], None] = lambda text: None,
+    upto_ratio: float = 1.0,
+    sources: Sequence[FeatureSource] = (),
+) -> dict[str, Any]:
     """Average precision on starts of one log: `ap`, `ap_refitted`, `ap_active_24h`, `ap_seasonal_naive`; how many were scored.
 
-    `upto_ratio` takes only the first part of the windows, to choose settings without the rest. Raises `InputError` for a log of
-    under ten windows.
+    `upto_ratio` takes only the first part of the windows, to choose settings without the rest; `sources` add their columns, and
+    must be new. Raises `InputError` for a log of under ten windows.
     """
     windows = int(((trace.t1 - trace.t0) // WINDOW_S + 1) * upto_ratio)
     if windows < 10:
         raise InputError(f"has {windows} windows of ten minutes, too few to score", path=trace.path)
     cut = int(FIT_RATIO * (windows - 1))
-    stream = HazardStream(len(trace.models), trace.t0, tick_s=TICK_S, horizons=(_TEN_MINUTES,))
+    stream = HazardStream(len(trace.models), trace.t0, tick_s=TICK_S, horizons=(_TEN_MINUTES,), sources=sources)
     frozen: HazardStream | None = None
     active = np.zeros((windows, len(trace.models)), bool)
     window_of = ((trace.ts - trace.t0) // WINDOW_S).astype(np.int64)
@@ -162,7 +169,7 @@ def starts(trace: Trace, tell: Callable[[str], None] = lambda text: None, upto_r
     return {**scored.precisions(), "windows": windows, "scored": len(labels), "starts": int(labels.sum())}
 
 
-def _rows_of(trace: Trace, windows: int) -> Iterator[tuple[Any, ...]]:
+def _rows_of(trace: Trace, windows: int) -> Iterator[tuple[Floats, Ints, Ints | None, Ints]]:
     """Each window's rows, as `HazardStream.advance` takes them."""
     bounds = np.searchsorted(trace.ts, trace.t0 + np.arange(windows + 1) * WINDOW_S)
     for first, last in pairwise(bounds):
