@@ -54,7 +54,6 @@ _EXPERTS: dict[str, str] = {
     "hazard": "keeps by learned chances of use over minutes to an hour, without prefetching",
     "hazard-mix-prefetch": "keeps and prefetches by learned chances of use over minutes to an hour and recent rates together",
     "hazard-mix-10min-prefetch": "keeps and prefetches by the learned chance of use within 10 min and recent rates together",
-    "hazard-10min-prefetch": "keeps and prefetches by the learned chance of use within 10 min",
     "hazard-prefetch-2min": "keeps by learned chances of use over minutes to an hour, prefetches by that within 2 min",
     "hazard-60min-prefetch": "keeps by the learned chance of use within an hour, prefetches by that within 10 min",
     "lhd": "keeps by hit density, without prefetching",

@@ -140,6 +140,20 @@ def test_an_unused_prefetch_ends_at_its_hold_and_is_premature_when_asked_for_soo
         assert order["first_row"] == -1
 
 
+@pytest.mark.parametrize(("falls_to", "end_s"), [(0.8e-4, None), (0.6e-4, 3604.0 + 27 * 60.0)])
+def test_an_unused_prefetch_stays_beyond_its_hold_while_its_score_is_good(falls_to: float, end_s: float | None) -> None:
+    policies = (replace(FETCH, price_per_byte_s=1e-15, stays_at=0.75),)
+    node = Node([(1.0, A), (7000.0, A)], [4.0], 5.0, {A: (3000.0, 1e-4)}, policies)
+    node.hazard.at_tick[0, 87:] = falls_to  # from 5220 s on
+    node.run()
+    assert node.orders()[0] == (A, "timely" if end_s is None else "useless")
+    order = node.log.orders[0]
+    assert order["ready_s"] == 3004.0
+    if end_s is not None:
+        assert order["end_s"] == end_s, "a tick's time from the last tick at which it was good"
+    assert node.found()[1] == (Found.READY if end_s is None else Found.ABSENT)
+
+
 def test_what_is_worth_less_than_its_price_goes_at_a_tick() -> None:
     rows = [(1.0, A), (700.0, B)]
     node = Node(rows, [4.0, 1.0], 6.0, {B: (0.0, 0.01)}, (replace(FETCH, prefetch=PrefetchRule.NONE, price_per_byte_s=1e-14),))

@@ -106,6 +106,22 @@ def test_a_prefetch_that_nobody_uses_goes_after_its_hold_without_a_controller() 
     assert residency.decision_id == "o1"
 
 
+def test_a_plan_moves_the_end_of_a_hold_out() -> None:
+    bench = Bench({"a": 50})
+    wanted = bench.wants("a", 1.0, "o1")
+    assert wanted.order is not None
+    bench.plan(wanted).tell(ev.WeightsLoaded(key("a"), Tier.HOST))
+    bench.tell(ev.Ticked(), 500.0)
+    longer = replace(wanted, order=replace(wanted.order, hold_s=900.0))
+    bench.plan(longer)
+    assert bench.of(ev.RefuseOrder) == []
+    bench.plan(wanted)
+    bench.tell(ev.Ticked(), wanted.order.issued_s + 899.0 - bench.now_s)
+    assert bench.of(ev.EvictWeights) == [], "an earlier end doesn't move it back"
+    bench.tell(ev.Ticked(), 2.0)
+    assert [(e.key, e.reason) for e in bench.of(ev.EvictWeights)] == [(key("a"), ev.Evicted.HOLD)]
+
+
 def test_a_used_prefetch_stays() -> None:
     bench = Bench({"a": 50})
     bench.plan(bench.wants("a", 1.0, "o1")).tell(ev.WeightsLoaded(key("a"), Tier.HOST))
