@@ -254,7 +254,7 @@ class StatusAnswer(BaseModel):
     )
     decides: dict[str, Any] = Field(
         description="the expert that decides, and what each would have cost lately (seconds); empty before the first plan",
-        examples=[{"expert": "hazard-mix-prefetch", "at_s": _T, "costs_s": {"lhd": 4.2}, "shadow_wait_s": 7.5}],
+        examples=[{"expert": "hazard-prefetch", "at_s": _T, "costs_s": {"lhd": 4.2}, "shadow_wait_s": 7.5}],
     )
     hints: dict[str, Any] = Field(
         description="how each source's hints turned out and how far it is believed; whether the classifier is in force, or why it is not",
