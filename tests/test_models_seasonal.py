@@ -490,3 +490,17 @@ def test_a_foreign_or_broken_artifact_is_refused(part: str, value: bytes, kind: 
     with pytest.raises(ArtifactError) as caught:
         seasons_of(parts)
     assert not kind or caught.value.kind == kind
+
+
+def test_bins_of_five_minutes_tell_a_sharper_peak() -> None:
+    from_s = utc(2026, 3, 2)
+    minute = (np.arange(14 * 288) % 288) * 5
+    rate = 0.2 + 20.0 * np.exp(-0.5 * ((minute - 530) / 20.0) ** 2)  # 08:50
+    counts = np.random.default_rng(2).poisson(rate).astype(np.float32)
+    fine = fit_season(SeasonTask(counts, from_s, bin_s=300.0))
+    coarse = fit_season(SeasonTask(counts.reshape(-1, 12).sum(axis=1), from_s))
+    slot = 8 * 6 + 5
+    assert abs(int(np.argmax(fine.ordinary[:144])) - slot) <= 1
+    assert fine.ordinary[:144].max() > 1.1 * coarse.ordinary[:144].max()
+    assert fine.ordinary.mean() == pytest.approx(12 * rate.mean(), rel=0.05)
+    assert "every day 08:" in explain(whole(fine, Calendar()), 0, from_s + 14 * DAY_S).text
