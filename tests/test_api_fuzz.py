@@ -132,7 +132,7 @@ def test_every_example_of_the_schema_is_taken(setup: Setup) -> None:
             assert operation["summary"]
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 for example in content["examples"].values():
-                    setup.report(report_of(known=("llama-8b", "whisper")), report_of("gpu-7"))
+                    setup.report(report_of(known=("llama-8b", "whisper")), report_of("gpu-7", group="canary"))
                     setup.virtual.advance(1.0)
                     value = {**example["value"]} if isinstance(example["value"], dict) else example["value"]
                     if isinstance(value, dict) and "until_s" in value:

@@ -57,7 +57,8 @@ def test_every_route_asks_for_a_key_but_for_health(setup: Setup) -> None:
     open_to_all = {"/healthz", "/readyz", "/metrics"}
     for path, methods in setup.http.get("/openapi.json").json()["paths"].items():
         for method in methods:
-            answer = setup.http.request(method, path.replace("{model}", "m0"), content=b"{}" if method == "post" else None)
+            body = {"/v1/hints": b"[]"}.get(path, b"{}") if method == "post" else None
+            answer = setup.http.request(method, path.replace("{model}", "m0"), content=body)
             if path in open_to_all:
                 assert answer.status_code == 200
             elif path in ("/v1/hints",):
