@@ -300,7 +300,11 @@ class App(Process):
         return found.value
 
     def _artifacts(self) -> ArtifactStore:
-        return ArtifactStore(artifacts_place(self._settings), keep=self._settings.artifacts.keep, clock=self.clock)
+        def count(name: str, kind: str) -> None:
+            self.metrics.fallbacks.labels(predictor=name, reason=f"artifact {kind}").inc()
+
+        place, keep = artifacts_place(self._settings), self._settings.artifacts.keep
+        return ArtifactStore(place, keep=keep, clock=self.clock, on_refused=count)
 
     def _holder(self) -> str:
         """This process among those that do the same: a node's own name where it has one, so that it takes over from itself at once."""
