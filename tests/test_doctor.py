@@ -21,7 +21,7 @@ from up_kit import COMMAND
 import prefetcher
 from prefetcher.agent.manifest import write_manifests
 from prefetcher.config import KafkaSettings, NodeSettings, Settings, StateSettings
-from prefetcher.doctor import files, memory, servers
+from prefetcher.doctor import files, memory, runtime, servers
 from prefetcher.doctor.checks import CHECKS
 from prefetcher.doctor.finding import Finding
 from prefetcher.ingest.tables import connect
@@ -150,6 +150,22 @@ def test_a_disk_that_has_nothing_large_enough(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     save_file({"w": np.zeros(10, np.float32)}, tmp_path / "m" / "w.safetensors")
     assert files.check_disk(node(models_dir=tmp_path)) == Finding("ok", "no file is large enough to measure by")
+
+
+@pytest.mark.parametrize(
+    ("told", "are_there", "has_torch", "level", "words"),
+    [
+        ({"code": 0, "version": 12040, "devices": [["NVIDIA H200", 150_000_000_000]]}, True, True, "ok", "H200 with 150.0 GB; CUDA 12.4"),
+        ({"code": 0, "version": 12040, "devices": [["NVIDIA H200", 150_000_000_000]]}, True, False, "warn", "torch is not installed"),
+        ({"code": 999, "version": 0, "devices": []}, True, True, "warn", "error 999"),
+        ({"code": 100, "version": 0, "devices": []}, False, True, "ok", "no GPU"),
+        ("libcuda.so.1 can't be loaded", True, True, "warn", "no driver"),
+        ("libcuda.so.1 can't be loaded", False, True, "ok", "no GPU"),
+    ],
+)
+def test_what_a_driver_tells(told: Any, are_there: bool, has_torch: bool, level: str, words: str) -> None:
+    found = runtime.of_driver(told, are_there, has_torch)
+    assert (found.level, words in found.found) == (level, True)
 
 
 # --- servers ---

@@ -187,6 +187,16 @@ def test_a_hint_outlives_the_page_that_gave_it(site: Site, up: Up, visit: Callab
     assert [(hint["model"], hint["kind"]) for hint in arrivals.next(1)] == [("m3", "intent")]
 
 
+def test_a_page_that_is_rendered_ahead_hints_when_it_is_shown(site: Site, up: Up, visit: Callable[..., Visit], arrivals: Arrivals) -> None:
+    site.pages["/ahead"] = page_with(f"{up.url}/hint.js", 'data-model="m1"')
+    guest = visit("Object.defineProperty(document, 'prerendering', {get: () => true})")
+    guest.page.goto(f"{site.origin}/ahead")
+    guest.wait_for_script()
+    assert guest.sent == []
+    guest.page.evaluate("[1, 2].forEach(() => document.dispatchEvent(new Event('prerenderingchange')))")
+    assert [hint["model"] for hint in arrivals.next(1)] == ["m1"]
+
+
 @pytest.mark.parametrize(
     "wish",
     [

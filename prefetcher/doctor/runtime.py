@@ -6,14 +6,16 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from prefetcher.config import Settings
 from prefetcher.doctor.finding import Finding, fail, ok, warn
 from prefetcher.words import size
 
-__all__ = ["check_cuda", "check_kernels", "check_settings"]
+__all__ = ["check_cuda", "check_kernels", "check_settings", "of_driver"]
 
 #: Real seconds; a driver that hangs must not hang the check.
 _CUDA_S = 20.0
@@ -58,21 +60,28 @@ def check_kernels(_settings: Settings) -> Finding:
 
 def check_cuda(_settings: Settings) -> Finding:
     """GPUs, as the driver tells them."""
-    is_there = any(Path("/dev").glob("nvidia[0-9]*"))
+    are_there = any(Path("/dev").glob("nvidia[0-9]*"))
     try:
         done = subprocess.run([sys.executable, "-I", "-S", "-c", _CUDA], capture_output=True, text=True, timeout=_CUDA_S, check=True)
-        told = json.loads(done.stdout)
-    except (OSError, ValueError, subprocess.SubprocessError) as exc:
-        if is_there:
-            why = "it did not answer" if isinstance(exc, subprocess.TimeoutExpired) else "libcuda.so.1 can't be loaded"
-            return warn(f"there are GPUs, but no driver to ask: {why}", "install NVIDIA's driver, or give the container its libraries")
+        return of_driver(json.loads(done.stdout), are_there, find_spec("torch") is not None)
+    except subprocess.TimeoutExpired:
+        return of_driver(f"it did not answer within {_CUDA_S:.0f} s", are_there, False)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return of_driver("libcuda.so.1 can't be loaded", are_there, False)
+
+
+def of_driver(told: Mapping[str, Any] | str, are_there: bool, has_torch: bool) -> Finding:
+    """What is to be said of what the driver told, or of why it told nothing; `are_there` is whether the machine has devices for GPUs."""
+    if isinstance(told, str):
+        if are_there:
+            return warn(f"there are GPUs, but no driver to ask: {told}", "install NVIDIA's driver, or give the container its libraries")
         return ok("no GPU: weights go as far as host memory")
     if told["code"] or not told["devices"]:
-        if is_there:
+        if are_there:
             return warn(f"there are GPUs, but the driver gives none (error {told['code']})", "`nvidia-smi` says more")
         return ok("no GPU: weights go as far as host memory")
     kinds = ", ".join(f"{name} with {size(total)}" for name, total in told["devices"])
     found = f"{kinds}; CUDA {told['version'] // 1000}.{told['version'] % 1000 // 10}"
-    if find_spec("torch") is None:
+    if not has_torch:
         return warn(f"{found}; torch is not installed", "pip install 'prefetcher[cuda]' to open weights as tensors of a GPU")
     return ok(found)
