@@ -77,6 +77,6 @@ def add_predictor_commands(app: typer.Typer) -> None:
         from rich.console import Console
 
         console = Console()
-        console.print(table_of(found, console.width))
+        console.print(table_of(found))
         for problem in found["problems"]:
             typer.echo(f"note: {problem}", err=True)

@@ -14,7 +14,8 @@ from prefetcher.config import Settings, artifacts_place
 from prefetcher.errors import PrefetcherError
 from prefetcher.words import span
 from prefetcher_connectors.artifact_store import ArtifactStore, Version
-from prefetcher_models.registry import PREDICTORS, missing_packages
+from prefetcher_models.artifacts import HAZARD
+from prefetcher_models.registry import PREDICTORS, Entry, missing_packages
 
 __all__ = ["predictors_of", "table_of"]
 
@@ -42,7 +43,7 @@ def predictors_of(settings: Settings, url: str, now_s: float | None = None) -> d
                 "name": name,
                 "kind": one.kind if one else "artifact" if versions else "learned",
                 "what": one.what if one else "",
-                "in_force": _in_force(one is not None and one.kind == "baseline", missing, speaks, current),
+                "in_force": _in_force(one, missing, speaks, current),
                 "version": None if current is None else current.version,
                 "age_s": None if current is None or current.problem else max(0.0, at_s - current.made_s),
                 "trained": _trained(speaks, current),
@@ -55,13 +56,13 @@ def predictors_of(settings: Settings, url: str, now_s: float | None = None) -> d
     return {"place": artifacts_place(settings), "now_s": at_s, "predictors": told, "problems": problems}
 
 
-def table_of(found: Mapping[str, Any], width: int) -> Any:
-    """A rich table of `predictors_of`, at most `width` wide where that is possible."""
+def table_of(found: Mapping[str, Any]) -> Any:
+    """A rich table of `predictors_of`."""
     from rich.table import Table
 
-    table = Table(width=min(width, 160) if width < 160 else None)
+    table = Table()
     for head in ("predictor", "kind", "in force", "version", "age", "trained on", "score", "fallbacks"):
-        table.add_column(head, overflow="fold")
+        table.add_column(head, overflow="fold", no_wrap=head == "predictor")
     for one in found["predictors"]:
         age = "" if one["age_s"] is None else span(one["age_s"])
         fallbacks = ", ".join(f"{reason}: {count:,}" for reason, count in one["fallbacks"].items())
@@ -102,14 +103,16 @@ def _artifacts(settings: Settings, problems: list[str]) -> dict[str, list[Versio
     return found
 
 
-def _in_force(baseline: bool, missing: Sequence[str], live: Mapping[str, Any] | None, current: Version | None) -> str:
+def _in_force(of: Entry | None, missing: Sequence[str], live: Mapping[str, Any] | None, current: Version | None) -> str:
     if missing:
         return f"no: needs {', '.join(missing)}"
     if live is not None:
         return "yes" if not live["why_not"] else f"no: {live['why_not']}"
     if current is not None:
         return "no: can't be read" if current.problem else "as an artifact"
-    return "as a measure" if baseline else "no: never fitted"
+    if of is None or of.kind == "learned":
+        return "no: never fitted" if of is None or of.name == HAZARD else "in backtests only"
+    return "as a measure"
 
 
 def _trained(live: Mapping[str, Any] | None, current: Version | None) -> dict[str, Any] | None:

@@ -89,6 +89,7 @@ def test_without_artifacts_and_endpoint_the_registry_is_told_and_what_is_away(se
     by_name = {one["name"]: one for one in found["predictors"]}
     assert by_name["hazard"]["in_force"] == "no: never fitted"
     assert by_name["seasonal-naive"]["in_force"] == "as a measure"
+    assert by_name["hazard-transitions"]["in_force"] == "in backtests only"
     (problem,) = found["problems"]
     assert problem.startswith("what speaks just now is not known")
 
@@ -169,5 +170,5 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, monkeypatch: pytest.
 
 def said(found: dict) -> str:
     console = Console(width=400, record=True, file=io.StringIO())
-    console.print(table_of(found, 400))
+    console.print(table_of(found))
     return console.export_text()
