@@ -11,8 +11,6 @@ __all__ = ["horizon_in_words", "main_horizon", "of_scores", "sentence", "tables"
 _MAIN_S = 600.0
 _FRAME = 3
 
-_HEADS = {"ap": "average precision", "brier": "Brier", "ece": "calibration error", "recall": "starts found"}
-
 
 def horizon_in_words(seconds: float) -> str:
     """As 10 min or 6 h."""
