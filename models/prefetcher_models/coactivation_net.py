@@ -69,9 +69,8 @@ def fit_net(
         learned = {name: torch.from_numpy(start[name].copy()).requires_grad_() for name in start if name not in fixed}
         tables = [learned[name] for name in ("value", "key")]
         others = [value for name, value in learned.items() if name not in ("value", "key")]
-        optimizer = torch.optim.AdamW(
-            [{"params": tables, "weight_decay": 5.0 * settings.decay}, {"params": others}], lr=settings.rate, weight_decay=settings.decay
-        )
+        groups: list[dict[str, Any]] = [{"params": tables, "weight_decay": 5.0 * settings.decay}, {"params": others}]
+        optimizer = torch.optim.AdamW(groups, lr=settings.rate, weight_decay=settings.decay)
         looks = (torch.from_numpy(samples.looks.astype(np.float32)) - fixed["mean"]) * fixed["scale"]
         visits = torch.from_numpy(samples.visits.astype(np.int64))
         there = (visits >= 0).float()

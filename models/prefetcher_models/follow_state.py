@@ -340,7 +340,7 @@ def _take_row(state: Follow, ts: float, m: int, user: int) -> float:
     state.last_s[m] = t
     if user >= 0:
         _take_user(state, user, m, t)
-    return t
+    return float(t)
 
 
 @kernel_part
@@ -493,7 +493,7 @@ def _add_chances(p: Any, out: Any) -> None:
 @kernel_part
 def _beyond(p: float, base: float) -> float:
     """What a chance says beyond one that is there anyway: 0 where it is no larger."""
-    return min(0.98, max(0.0, (p - base) / (1.0 - base)))
+    return float(min(0.98, max(0.0, (p - base) / (1.0 - base))))
 
 
 @kernel_part
