@@ -186,12 +186,13 @@ def of_state(url: str) -> Finding:
 def test_a_state_server_that_keeps_what_it_is_given_and_one_that_does_not(state_url: str) -> None:
     assert of_state(state_url).level == "ok"
     with connect(state_url) as client:
+        client.set("what takes most of four megabytes", b"0" * 3_000_000)
         for setting, value, level, words in (
             ("maxmemory", "300mb", "ok", "of 315 MB"),
             ("maxmemory-policy", "volatile-lru", "warn", "leases"),
             ("maxmemory-policy", "allkeys-lru", "fail", "learned"),
             ("maxmemory-policy", "noeviction", "ok", ""),
-            ("maxmemory", "1mb", "warn", "nearly full"),
+            ("maxmemory", "4mb", "warn", "nearly full"),
             ("maxmemory", "0", "ok", ""),
             ("appendonly", "no", "warn", "keeps nothing"),
         ):
