@@ -80,3 +80,25 @@ def add_predictor_commands(app: typer.Typer) -> None:
         console.print(table_of(found))
         for problem in found["problems"]:
             typer.echo(f"note: {problem}", err=True)
+
+    @app.command()
+    def explain(
+        model: Annotated[str, typer.Argument(help="The model's name.")],
+        url: Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")] = _DEFAULT_URL,
+        json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+        config: Config = None,
+        state_dir: Annotated[Path | None, typer.Option(help="Folder of the state, where artifacts are kept unless set.")] = None,
+    ) -> None:
+        """Says why a model is expected: when it is busy, how likely it is used soon, and what its last prefetches were made for."""
+        from prefetcher.config import load_settings
+        from prefetcher.explain_view import explanation_of, lines_of
+
+        found = explanation_of(load_settings({"state": {"dir": state_dir}}, config), url, model)
+        if json:
+            typer.echo(dumps(found, indent=2, ensure_ascii=False))
+        else:
+            typer.echo("\n".join(lines_of(found)))
+            for problem in found["problems"]:
+                typer.echo(f"note: {problem}", err=True)
+        if found["season"] is None and found["forecast"] is None:
+            raise typer.Exit(1)
