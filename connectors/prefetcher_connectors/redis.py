@@ -357,8 +357,8 @@ class EmbeddedServer:
         return f"the embedded state server ended; it is being started again, what was written is kept{self._failed}"
 
     def keep(self, stop: threading.Event, on_restarted: Callable[[str], None], on_failed: Callable[[str], None]) -> None:
-        """Starts the server again whenever it ended, on the same folder, until `stop`: what it had answered for is there again. Once a second
-        what it wrote is synced to the disk: a machine that loses its power loses no more than that.
+        """Starts the server again whenever it ended, on the same folder, until `stop`: what it had answered for is there again. Once a
+        second what it wrote is synced to the disk: a machine that loses its power loses no more than that.
 
         Tells `on_restarted` why it had ended, and `on_failed` why it does not start, once until it does.
         """
