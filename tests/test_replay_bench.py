@@ -81,6 +81,17 @@ def test_a_part_of_the_suite(suite: Path) -> None:
     assert result["figures"]["geomean_sparse"] is None
 
 
+def test_sparse_are_the_points_on_which_little_can_be_known() -> None:
+    def point(trace: str, ratio: float, cold: float) -> dict[str, Any]:
+        of = {"held_gb_h": 1.0, "moved_gb": 1.0, "wasted_gb_h": 0.0}
+        both = {"lru": {"cold_seconds": 1.0, **of}, "ours": {"cold_seconds": cold, **of}}
+        beside = {"best_peer": "lru", "held_over_best_peer": 1.0, "moved_over_best_peer": 1.0}
+        return {"trace": trace, "capacity_ratio": ratio, "policies": both, "equal_gb_h": {}, **beside}
+
+    points = [point("azure_functions_day", 0.4, 0.5), point("azure_functions_day", 0.6, 0.9), point("genai_sd", 0.1, 0.4)]
+    assert policies._figures([*points, point("other", 0.9, 0.1)])["geomean_sparse"] == pytest.approx(0.6)
+
+
 def test_the_negative_control_says_what_share_was_wasted() -> None:
     def point(trace: str, held: float, wasted: float) -> dict[str, Any]:
         ours = {"cold_seconds": 1.0, "held_gb_h": held, "moved_gb": 1.0, "wasted_gb_h": wasted}

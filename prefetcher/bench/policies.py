@@ -29,8 +29,8 @@ REFERENCES = (*BELADYS, "clairvoyant")
 AT_EQUAL_GB_H = (*KEEP_ALIVES, "hybrid")
 #: The negative control: close to unpredictable, so that what is fetched ahead is mostly wasted.
 CONTROL = "dlrm_launches"
-#: Traces on which little can be known, whose figure is shown apart.
-SPARSE = ("genai_sd", "dlrm_launches", "azure_functions_day")
+#: Traces on which little can be known, whose figure is shown apart, and from which share of their bytes on.
+SPARSE = {"genai_sd": 0.0, "dlrm_launches": 0.0, "azure_functions_day": 0.6}
 _KEPT = ("cold_seconds", "held_gb_h", "wasted_gb_h", "moved_gb")
 #: What stands beside a point's figure, over the best peer's.
 _BESIDE = (("held_over_best_peer", "of its GB·h held"), ("moved_over_best_peer", "of its GB moved"))
@@ -157,7 +157,7 @@ def _figures(points: list[dict[str, Any]]) -> dict[str, float | None]:
         "geomean_over_best_single_peer": max(singles) if singles else None,
         "geomean_over_lru": _geomean(_over(points, ("lru",))),
         "geomean_equal_gb_h": _geomean([max(p["equal_gb_h"].values()) for p in points if p["equal_gb_h"]]),
-        "geomean_sparse": _geomean(_over([p for p in points if p["trace"] in SPARSE], PEERS)),
+        "geomean_sparse": _geomean(_over([p for p in points if p["capacity_ratio"] >= SPARSE.get(p["trace"], math.inf)], PEERS)),
         "points_below_belady": below,
         "worst_point": max(over_best) if over_best else None,
         "geomean_held_over_best_peer": _geomean([r for p in points if (r := p["held_over_best_peer"]) is not None]),
