@@ -153,11 +153,11 @@ class DemoNode:
 
 
 def _counts(text: str, name: str) -> dict[str, int]:
-    """A counter's values by the label that `name` catches."""
+    """A counter's values by the label that `name` catches, without what was not counted yet."""
     found: dict[str, int] = {}
     for label, count in re.findall(rf"^{name} (\S+)$", text, re.M):
         found[label] = found.get(label, 0) + int(float(count))
-    return found
+    return {label: count for label, count in found.items() if count}
 
 
 def _gauge(text: str, name: str) -> float:
