@@ -9,17 +9,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
+from waiting import eventually
 
 from prefetcher.agent.manifest import write_manifests
-from prefetcher.errors import PrefetcherError
 from prefetcher.ports import Topic
 from prefetcher.wire import HintMessage, decode_hint
 
@@ -27,18 +25,6 @@ __all__ = ["COMMAND", "Up", "eventually", "running"]
 
 COMMAND = [sys.executable, "-m", "prefetcher"]
 _MODEL_BYTES = 400_000
-
-
-def eventually(what: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """What `what` gives once it is true; whoever does not answer meanwhile is asked again."""
-    never = threading.Event()
-    for _ in range(int(timeout_s / 0.05)):
-        with contextlib.suppress(PrefetcherError, OSError):
-            found = what()
-            if found:
-                return found
-        never.wait(0.05)
-    pytest.fail("it did not happen in time")
 
 
 class Up:
