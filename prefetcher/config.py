@@ -134,7 +134,7 @@ class DecisionSettings(_Group):
 
     price: float = Field(default=0.002, ge=0, description="seconds of waiting that one GB held for one hour is worth")
     tick_s: float = Field(default=60.0, gt=0, description="seconds between plans")
-    hold_s: float = Field(default=600.0, gt=0, description="how long a prefetch may stay unused; longer while it is still likely")
+    hold_s: float = Field(default=600.0, gt=0, description="how long a prefetch may stay unused; six times that while it is still likely")
     observe: bool = Field(default=False, description="decide and log, load nothing")
     control_ratio: float = Field(default=0.03, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch")
     batch_ratio: float = Field(default=0.5, gt=0, le=1, description="share of a node's memory that batch schedules may take at a time")

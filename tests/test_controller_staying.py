@@ -20,10 +20,12 @@ SCORE, RATE, LOAD_S = 1e-12, 1e-4, 1.0
 FETCHES, KEEPS = "hazard-prefetch", "hazard"
 
 
-def plan_of(share: float, *, cause: Cause = Cause.FORECAST, state: str = "ready", expert: str = FETCHES) -> Order:
-    """The carried order of the one model of a node, whose score is `share` of what it was fetched at 580 s ago."""
+def plan_of(
+    share: float, *, cause: Cause = Cause.FORECAST, state: str = "ready", expert: str = FETCHES, age_s: float = 580.0
+) -> Order:
+    """The carried order of the one model of a node, whose score is `share` of what it was fetched at `age_s` ago."""
     key = WeightsKey(ModelName("m"), ModelVersion("1"))
-    order = Order(DecisionId("o1"), NodeName("n"), key, Tier.HOST, cause, Arm.TREATED, NOW_S - 580.0, NOW_S, NOW_S + 20.0, 600.0)
+    order = Order(DecisionId("o1"), NodeName("n"), key, Tier.HOST, cause, Arm.TREATED, NOW_S - age_s, NOW_S, NOW_S + 20.0, 600.0)
     held = HeldWeights("m", "1", "host", state, GB, decision_id="o1", cause=cause.value)
     known = KnownWeights("m", "1", GB, LOAD_S)
     report = NodeReport("n", NOW_S, Memory(4 * GB, GB, ""), 1e9, held=(held,), known=(known,))
@@ -48,6 +50,12 @@ def test_it_stays_while_its_score_is_good() -> None:
     order = plan_of(1.01 * STAYS_AT)
     assert order.issued_s + order.hold_s == NOW_S + 120.0
     assert plan_of(0.99 * STAYS_AT).hold_s == 600.0
+
+
+def test_it_does_not_stay_for_ever() -> None:
+    assert plan_of(5.0, age_s=3_400.0).hold_s == 3_520.0
+    assert plan_of(5.0, age_s=3_500.0).hold_s == 3_600.0
+    assert plan_of(5.0, age_s=3_590.0).hold_s == 3_600.0
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,16 @@ from prefetcher.core.types import (
     Tier,
     WeightsKey,
 )
-from prefetcher.core.value import LEAST_CHANCE, head_start, index_per_byte, load_discount, mean_load_s, miss_cost_s, price_per_byte_s
+from prefetcher.core.value import (
+    LEAST_CHANCE,
+    MOST_HOLDS,
+    head_start,
+    index_per_byte,
+    load_discount,
+    mean_load_s,
+    miss_cost_s,
+    price_per_byte_s,
+)
 
 __all__ = ["Given", "PastOrder", "Planned", "Worth", "make_plan", "worth_of"]
 
@@ -223,13 +232,15 @@ class _Chooser:
         return carried
 
     def _staying(self, i: int, past: PastOrder) -> Order:
-        """The order of what is there and unused: its hold lasts to the tick after the next while its score is still good."""
+        """The order of what is there and unused: its hold lasts to the tick after the next while its score is still good, and
+        not for ever."""
         given, order = self._given, past.order
         score = float(self._index[i]) * load_discount(float(self._worth.fetch_per_s[i]), float(self._link_s[i]))
         good = self._worth.fetch is not None and score >= self._outlook.policy.stays_at * past.score
         if order.cause is not Cause.FORECAST or not good:
             return order
-        return replace(order, hold_s=max(order.hold_s, given.now_s + 2.0 * given.tick_s - order.issued_s))
+        until_s = min(given.now_s + 2.0 * given.tick_s - order.issued_s, MOST_HOLDS * given.hold_s)
+        return replace(order, hold_s=max(order.hold_s, until_s))
 
     def _skip(self, reason: str, count: int = 1) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + count

@@ -106,8 +106,8 @@ class Policy:
 
     `load_aware`: cost counts queue wait, joiners and those who wait for the link. `margin`: how many times the displaced value a prefetch
     must be worth. `busy_ratio`: link use over ten minutes above which nothing is prefetched but what is hinted. `hints`: it is told
-    of hints, and fetches for them also where it would not prefetch. `stays_at`: an unused prefetch stays beyond its hold while its score is
-    at least so many times that at which it was fetched. Seconds and bytes throughout.
+    of hints, and fetches for them also where it would not prefetch. `stays_at`: an unused prefetch stays beyond its hold, at most
+    `value.MOST_HOLDS` of them, while its score is at least so many times that at which it was fetched. Seconds and bytes throughout.
     """
 
     rank: Rank

@@ -28,7 +28,7 @@ from prefetcher.core.node import (
 from prefetcher.core.node_memory import evict, make_room, ready_models, start_transfer, take_memory, victims_in_order
 from prefetcher.core.planner import choose_victims, outbids
 from prefetcher.core.ranking import hint_per_s, key_of, key_of_rate, next_use_per_s
-from prefetcher.core.value import LEAST_CHANCE, head_start, load_discount
+from prefetcher.core.value import LEAST_CHANCE, MOST_HOLDS, head_start, load_discount
 
 __all__ = ["BUSY_TAU_S", "is_likely", "prefetch_by_index", "prefetch_earliest", "prewarm", "stay_on"]
 
@@ -177,7 +177,7 @@ def stay_on(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, 
         rate = next_use_per_s(policy.rank, policy.tau, policy.prefetch_variant, m, now_s, demand, hazard, world, caches.next_ts)
         score = key_of_rate(e, m, rate, False, now_s, world, demand, caches) * load_discount(rate, world.link_s[m])
         if score >= policy.stays_at * w.priority:
-            w.expiry_s += world.tick_s
+            w.expiry_s = max(w.expiry_s, min(w.expiry_s + world.tick_s, w.ready_s + MOST_HOLDS * policy.hold_s))
 
 
 @kernel_part

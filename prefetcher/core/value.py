@@ -16,6 +16,7 @@ from prefetcher.core.compiled import kernel, kernel_part
 __all__ = [
     "DEFAULT_PRICE_S_PER_GB_H",
     "LEAST_CHANCE",
+    "MOST_HOLDS",
     "head_start",
     "hinted_rate",
     "index_per_byte",
@@ -31,6 +32,9 @@ __all__ = [
 #: bought with the GPU and idle beside it, so holding is nearly free: at 3.5 GB/s this keeps what is used about once in six days.
 DEFAULT_PRICE_S_PER_GB_H = 0.002
 
+
+#: However likely it still is, an unused prefetch stays no longer than this many holds: an hour by default, as far as ranks look ahead.
+MOST_HOLDS = 6.0
 
 #: What is hinted displaces others only when its use is at least this likely. A use saves a whole load; a hint that is not kept costs the
 #: loads of what it displaced, as far as that is asked for again: somewhat below one half.
