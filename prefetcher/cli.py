@@ -87,7 +87,7 @@ def up(
     map_: Annotated[str | None, typer.Option("--map", help="Field map of the followed log.")] = None,
     tz: Annotated[str | None, typer.Option(help="Time zone of times without one.")] = None,
     tick_s: Annotated[float | None, typer.Option(help="Seconds between plans.")] = None,
-    hold_s: Annotated[float | None, typer.Option(help="Seconds that a prefetch may stay unused; six times that while still likely.")] = None,
+    hold_s: Annotated[float | None, typer.Option(help="Seconds that a prefetch may stay unused; six times that while likely.")] = None,
     price: Annotated[float | None, typer.Option(help="Seconds of waiting that a GB held for an hour is worth.")] = None,
     control_ratio: Annotated[
         float | None, typer.Option(help="Share of time without prefetching, to measure it.")
