@@ -36,9 +36,9 @@ DEFAULT_PRICE_S_PER_GB_H = 0.002
 #: However likely it still is, an unused prefetch stays no longer than this many holds: an hour by default, as far as ranks look ahead.
 MOST_HOLDS = 6.0
 
-#: What is hinted displaces others only when its use is at least this likely. A use saves a whole load; a hint that is not kept costs the
-#: loads of what it displaced, as far as that is asked for again: somewhat below one half.
-LEAST_CHANCE = 0.45
+#: What is hinted displaces others only when its use is at least this likely: at most every second byte moves for nothing. Less waits a
+#: little less and moves much more.
+LEAST_CHANCE = 0.5
 
 
 def price_per_byte_s(seconds_per_gb_h: float) -> float:
