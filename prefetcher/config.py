@@ -68,7 +68,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 #: Names, also mistyped ones, of what is no message's business; brokers may have been given with a password, as in an address.
-_SECRET_NAME = re.compile(r"pass|pwd|secret|token|key|url|broker|username|artifacts\.path", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"pass|pwd|secret|token|key|url|broker|username|address|artifacts\.path", re.IGNORECASE)
 #: Settings whose values may be addresses: shown without what may be a password.
 _ADDRESSES = ("state.url", "artifacts.path")
 _STATE_SCHEMES = ("redis://", "rediss://", "unix://")
@@ -96,7 +96,14 @@ def _no_password(brokers: str) -> str:
     return brokers
 
 
+def _dask_address(address: str) -> str:
+    if not re.fullmatch(r"(tcp|tls|ucx|wss?)://[^\s@]+", address):
+        raise ValueError("an address of a Dask scheduler is tcp://host:8786, or tls, ucx, ws or wss, without a name or password")
+    return address
+
+
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+DaskAddress = Annotated[str, AfterValidator(_dask_address)]
 StateAddress = Annotated[str, AfterValidator(_state_address)]
 Brokers = Annotated[str, AfterValidator(_no_password)]
 ArtifactPlace = Annotated[str, AfterValidator(_artifact_place)]
@@ -189,9 +196,7 @@ class FitSettings(_Group):
         default="inline", description="one after another in the process, in processes of this machine, or on a Dask cluster"
     )
     workers: int = Field(default=0, ge=0, le=1_024, description="processes of loky; 0 takes as many as there are cores")
-    dask_address: str | None = Field(
-        default=None, pattern=r"^(tcp|tls|ucx|ws|wss)://\S+$", description="the scheduler of the Dask cluster, as tcp://host:8786"
-    )
+    dask_address: DaskAddress | None = Field(default=None, description="the scheduler of the Dask cluster, as tcp://host:8786")
 
 
 class StreamSettings(_Group):

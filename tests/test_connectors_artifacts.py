@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -177,6 +178,65 @@ def test_what_no_pointer_names_is_not_in_force(blobs: Blobs) -> None:
     assert found.version[:6] == "000003"
     assert [(one.version, one.kind) for one in found.refused] == [("current", "damaged")]
     assert second in [told.version for told in store.versions("hazard")]
+
+
+def test_a_pointer_to_a_version_that_is_gone_costs_none_of_those_there(blobs: Blobs) -> None:
+    store = store_at(blobs)
+    made = [store.publish("hazard", PARTS, {"number": i}) for i in range(3)]
+    blobs.write("hazard/current", b'{"version": "000099-deadbeef"}')
+    assert store.load("hazard", as_it_is).version == made[-1]
+    made += [store.publish("hazard", PARTS, {"number": i}) for i in range(3, 5)]
+    assert store.load("hazard", as_it_is).version == made[-1]
+    assert [told.version for told in store.versions("hazard")] == made[::-1]
+
+
+@pytest.mark.parametrize("content", [b"[" * 9_000, b"x" * 20_000, b'{"version": "999999999999-00000000"}'])
+def test_a_pointer_that_holds_none_is_replaced(blobs: Blobs, content: bytes) -> None:
+    store = store_at(blobs)
+    first = store.publish("hazard", PARTS, ABOUT)
+    blobs.write("hazard/current", content)
+    assert store.load("hazard", as_it_is).version == first
+    assert [told.version for told in store.versions("hazard")] == [first]
+    second = store.publish("hazard", PARTS, ABOUT)
+    assert (store.load("hazard", as_it_is).version, second[:6]) == (second, "000002")
+
+
+@pytest.mark.parametrize("lost", ["sha256", "bytes"])
+def test_a_manifest_that_says_too_little_of_a_part_is_refused(blobs: Blobs, lost: str) -> None:
+    store = store_at(blobs)
+    good, bad = (store.publish("hazard", PARTS, ABOUT) for _ in range(2))
+    blob = blobs.read(f"hazard/{bad}/manifest.json", 100_000)
+    assert blob is not None
+    content = json.loads(blob.content)
+    del content["parts"]["trees.json"][lost], content["digest"]
+    digest = hashlib.sha256(json.dumps(content, ensure_ascii=False, sort_keys=True).encode()).hexdigest()
+    blobs.write(f"hazard/{bad}/manifest.json", json.dumps({**content, "digest": digest}).encode())
+    found = store.load("hazard", as_it_is)
+    assert (found.version, found.refused[0].kind) == (good, "foreign")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink(path, path)], ids=["pipe", "folder", "loop"])
+def test_what_is_no_file_is_passed_over(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    store = store_at(str(tmp_path))
+    good, bad = (store.publish("hazard", PARTS, ABOUT) for _ in range(2))
+    for path in (tmp_path / "hazard" / bad / "trees.json", tmp_path / "hazard" / "current"):
+        path.unlink()
+        make(path)
+        found = store.load("hazard", as_it_is)
+        assert found.version == good
+        assert found.refused[0].reason.endswith("is no file")
+    with pytest.raises(ArtifactError, match=r"can't be replaced.*; remove it"):
+        store.publish("hazard", PARTS, ABOUT)
+
+
+def test_a_foreign_folder_with_a_number_beyond_all_counts_for_nothing(tmp_path: Path) -> None:
+    store = store_at(str(tmp_path), keep=2)
+    foreign = tmp_path / "hazard" / "999999999999-00000000" / "x"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("")
+    made = [store.publish("hazard", PARTS, ABOUT) for _ in range(3)]
+    assert [told.version for told in store.versions("hazard")] == made[:0:-1]
+    assert foreign.exists()
 
 
 def test_a_stale_tag_replaces_nothing(blobs: Blobs) -> None:

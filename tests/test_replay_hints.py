@@ -153,6 +153,11 @@ def test_a_bad_wish_for_synthetic_hints_says_what_is_wrong(text: str, says: str)
         check_hints(text)
 
 
+def test_more_hints_than_fit_are_refused_before_they_are_made(trace: Trace) -> None:
+    with pytest.raises(UsageError, match="give a higher precision, or a shorter log"):
+        read_hints("synthetic:precision=1e-9", trace)
+
+
 def test_a_log_of_hints_is_read_with_what_it_has_and_what_is_wrong_is_counted(trace: Trace, tmp_path: Path) -> None:
     path = tmp_path / "hints.jsonl"
     lines = [

@@ -16,6 +16,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -42,7 +43,10 @@ _VERSION = re.compile(r"^(\d{6,12})-[0-9a-f]{8}$")
 _MOST_MANIFEST_BYTES = 4_000_000
 #: The largest part: more than any predictor of ten thousand models, less than a mistake.
 _MOST_PART_BYTES = 1_000_000_000
-_POINTER_BYTES = 10_000
+#: A pointer is a line; more than that is somebody's mistake, which is replaced like any other that holds none.
+_POINTER_BYTES = 1_000_000
+#: Numbers of versions end here, where nobody gets who counts: higher ones are not this program's.
+_MOST_NUMBER = 10**11
 #: Tries to move the pointer while others move it too.
 _TRIES = 20
 
@@ -134,7 +138,8 @@ class ArtifactStore:
         large = [part for part, content in parts.items() if len(content) > _MOST_PART_BYTES]
         if large:
             raise ArtifactError(f"{name}: {large[0]} has {len(parts[large[0]]):,} bytes, at most {_MOST_PART_BYTES:,} are kept")
-        number = max((_number(version) for version in self._versions(name)), default=0) + 1
+        current = self._pointer(name)[0]
+        number = max((_number(version) for version in [*self._versions(name), *filter(None, [current])]), default=0) + 1
         content: dict[str, Any] = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -146,9 +151,14 @@ class ArtifactStore:
         }
         version = content["version"] = f"{number:06d}-{_digest(content)[:8]}"
         manifest = json.dumps({**content, "digest": _digest(content)}, ensure_ascii=False, indent=1)
-        for part, raw in parts.items():
-            self._blobs.write(f"{name}/{version}/{part}", raw)
-        self._blobs.write(f"{name}/{version}/manifest.json", manifest.encode())
+        try:
+            for part, raw in parts.items():
+                self._blobs.write(f"{name}/{version}/{part}", raw)
+            self._blobs.write(f"{name}/{version}/manifest.json", manifest.encode())
+        except PrefetcherError:
+            with suppress(PrefetcherError):
+                self._blobs.remove(f"{name}/{version}")
+            raise
         self._point(name, version)
         self._forget_old(name, version)
         return version
@@ -198,7 +208,7 @@ class ArtifactStore:
         return found
 
     def _versions(self, name: str) -> list[str]:
-        return [version for version in self._blobs.folders(name) if _VERSION.match(version)]
+        return [version for version in self._blobs.folders(name) if 0 < _number(version) < _MOST_NUMBER]
 
     def _in_order(self, name: str, refused: list[Refused]) -> Iterator[str]:
         """The version in force, then older ones; where the pointer can't be read, all of them from the newest on."""
@@ -213,35 +223,47 @@ class ArtifactStore:
 
     def _pointer(self, name: str) -> tuple[str, str, Blob | None]:
         """(the version in force or '', why the pointer can't be read or '', the pointer)."""
-        blob = self._blobs.read(f"{name}/current", _POINTER_BYTES)
+        try:
+            blob = self._blobs.read(f"{name}/current", _POINTER_BYTES)
+        except ArtifactError as exc:
+            return "", str(exc), None
         if blob is None:
             return "", "", None
         try:
             version = json.loads(blob.content)["version"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             version = None
-        if isinstance(version, str) and _VERSION.match(version):
+        if isinstance(version, str) and 0 < _number(version) < _MOST_NUMBER:
             return version, "", blob
         return "", "the pointer to the version in force holds none", blob
 
     def _point(self, name: str, version: str) -> None:
         line = json.dumps({"version": version}).encode() + b"\n"
         for _ in range(_TRIES):
-            current, _, blob = self._pointer(name)
-            if current and _number(current) > _number(version):
+            current, problem, blob = self._pointer(name)
+            if current and _number(current) > _number(version) and self._is_there(name, current):
                 return
+            if problem and blob is None:
+                raise ArtifactError(f"{self.place}/{name}/current can't be replaced: {problem}; remove it", kind="damaged")
             if self._blobs.replace(f"{name}/current", line, None if blob is None else blob.tag):
                 return
         raise UnavailableError(f"{self.place}/{name}: others moved the pointer {_TRIES} times; {version} is there, and not in force")
 
     def _forget_old(self, name: str, version: str) -> None:
-        kept = max(_number(version), _number(self._pointer(name)[0] or version)) - self._keep
-        for old in self._versions(name):
-            if _number(old) <= kept:
+        newest_first = sorted(self._versions(name), key=_number, reverse=True)
+        for old in newest_first[self._keep :]:
+            if old not in (version, self._pointer(name)[0]):
                 try:
                     self._blobs.remove(f"{name}/{old}")
                 except PrefetcherError as exc:
                     self._log.warning("artifact_not_removed", name=name, version=old, reason=str(exc))
+
+    def _is_there(self, name: str, version: str) -> bool:
+        try:
+            self._manifest(name, version)
+        except ArtifactError:
+            return False
+        return True
 
     def _manifest(self, name: str, version: str) -> dict[str, Any]:
         blob = self._blobs.read(f"{name}/{version}/manifest.json", _MOST_MANIFEST_BYTES)
@@ -260,8 +282,10 @@ class ArtifactStore:
             raise ArtifactError("its manifest does not have the digest that it names", kind="damaged")
         if (content.get("name"), content.get("version")) != (name, version):
             raise ArtifactError(f"it is {content.get('name')} {content.get('version')}, under another's name", kind="foreign")
-        parts, about = content.get("parts"), content.get("about")
-        if not isinstance(parts, dict) or not isinstance(about, dict) or not all(_PART.match(part) for part in parts):
+        parts, about, made_s = content.get("parts"), content.get("about"), content.get("made_s")
+        if not isinstance(about, dict) or not isinstance(made_s, int | float) or not isinstance(content.get("program"), str):
+            raise ArtifactError("its manifest lacks what every one says", kind="foreign")
+        if not isinstance(parts, dict) or not all(_PART.match(part) and _is_said(said) for part, said in parts.items()):
             raise ArtifactError("its manifest names parts that can't be", kind="foreign")
         return content
 
@@ -310,6 +334,11 @@ def _accepted(
 def _check_name(name: str) -> None:
     if not _NAME.match(name):
         raise ArtifactError(f"{name!r} is no name of an artifact: small letters, digits, - and _, at most 64")
+
+
+def _is_said(said: object) -> bool:
+    """Whether a manifest says of a part what it must."""
+    return isinstance(said, dict) and isinstance(said.get("bytes"), int) and isinstance(said.get("sha256"), str)
 
 
 def _number(version: str) -> int:

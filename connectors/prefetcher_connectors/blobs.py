@@ -6,11 +6,13 @@ store (s3://, gs://, az://), whose credentials come from the usual variables of 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -95,14 +97,20 @@ class FolderBlobs:
     def read(self, path: str, most_bytes: int) -> Blob | None:
         at = self._folder / path
         try:
-            with at.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
+            # What is no file could make its reader wait for ever.
+            with open(os.open(at, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise ArtifactError(f"{at} is no file", kind="foreign")
+                size = status.st_size
                 if size > most_bytes:
                     raise _too_large(str(at), size, most_bytes)
                 content = file.read(most_bytes)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as exc:
+            if exc.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise ArtifactError(f"{at} is no file", kind="foreign") from exc
             raise self._refused(at, exc) from exc
         return Blob(content, _digest(content))
 

@@ -39,6 +39,8 @@ _DAY_S = 86_400.0
 #: False synthetic hints come so many seconds, at most, before or after true ones.
 _APART_S = 60.0
 _MOST_LEAD_S = 86_400.0
+#: Synthetic hints of one log: some 10 GB.
+_MOST_HINTS = 20_000_000
 _COLUMNS = ("ts", "model", "in_s", "ttl_s", "source", "session", "user", "surface", "kind", "hint_id")
 #: Which of the experts' rates is the forecast that the classifier is told: the first, over ten minutes.
 _WINDOW = 0
@@ -118,6 +120,11 @@ class SyntheticHints:
         rng = np.random.default_rng(self.seed)
         rows = len(trace)
         per_row = (1.0 - self.precision) / self.precision
+        if rows * (1.0 + per_row) > _MOST_HINTS:
+            raise UsageError(
+                f"--hints synthetic: at precision {self.precision:g}, {rows:,} rows have {rows * (1.0 + per_row):,.0f} hints, more than "
+                f"{_MOST_HINTS:,}; give a higher precision, or a shorter log"
+            )
         beside = rng.integers(0, rows, round(per_row * rows))
         model = trace.model[beside]
         counts = np.bincount(trace.model, minlength=len(trace.models))
