@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import signal
 import sys
 from json import dumps
 from pathlib import Path
@@ -289,6 +290,7 @@ def bench(
     for option, value in given.items():
         if value is not None and option not in accepted:
             raise UsageError(f"`bench {name}` takes no --{option}")
+    _end_in_order()
     run(json, **{option: value for option, value in given.items() if value is not None})
 
 
@@ -298,6 +300,7 @@ def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the logs and the state of both sides.")] = False,
 ) -> None:
     """Two days of traffic in minutes, with and without prefetching, side by side."""
+    _end_in_order()
     _attribute("prefetcher.demo", "run")(out, keep=keep)
 
 
@@ -314,6 +317,11 @@ add_hint_command(app)
 add_doctor_command(app)
 add_job_commands(app)
 add_predictor_commands(app)
+
+
+def _end_in_order() -> None:
+    """Whoever is asked to end ends what it started, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def _check_folder(out: Path) -> None:
@@ -354,6 +362,10 @@ def main() -> None:
     except typer.Abort:
         raise SystemExit(130) from None
     except _CommandError as exc:
+        if type(exc).__name__ == "NoArgsIsHelpError":
+            # Its message is the whole help, which is no error.
+            typer.echo(exc.format_message())
+            raise SystemExit(exc.exit_code) from None
         _fail(str(exc.format_message()), int(exc.exit_code))
     except BrokenPipeError:
         # The reader of our output went away; Python would complain once more while it ends.

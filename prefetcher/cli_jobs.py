@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any
+from zoneinfo import ZoneInfo
 
 import typer
 
@@ -35,9 +36,12 @@ def span_of(text: str, option: str) -> float:
     return float(found.group(1)) * {"h": 3600.0, "m": 60.0, "min": 60.0}.get(found.group(2) or "s", 1.0)
 
 
-def _when(at_s: float | None) -> str:
-    """Local time, short."""
-    return "" if at_s is None else f"{datetime.fromtimestamp(at_s).astimezone():%d %b %H:%M:%S}"
+def _when(at_s: float | None, tz: str | None = None) -> str:
+    """The time, short, by this machine's clock or by that of `tz`."""
+    if at_s is None:
+        return ""
+    moment = datetime.fromtimestamp(at_s).astimezone() if tz is None else datetime.fromtimestamp(at_s, ZoneInfo(tz))
+    return f"{moment:%d %b %H:%M:%S}"
 
 
 def _took(run: Mapping[str, Any]) -> str:
@@ -183,7 +187,7 @@ def add_job_commands(app: typer.Typer) -> None:
             "replace": replace,
         }
         answer = post(url, "/v1/schedules", {key: value for key, value in body.items() if value is not None})
-        typer.echo(f"{name}: {_window(answer)}")
+        typer.echo(f"{name}: {_window(answer)}, {answer['tz']} time")
 
     @schedule_app.command("list")
     def schedule_list(url: Url = _DEFAULT_URL, json: Json = False) -> None:
@@ -234,8 +238,8 @@ def _days(days: Sequence[str]) -> str:
 
 def _window(schedule: Mapping[str, Any]) -> str:
     if schedule["open"]:
-        return f"open until {_when(schedule['next_end_s'])}"
-    return f"opens {_when(schedule['next_start_s'])}"
+        return f"open until {_when(schedule['next_end_s'], schedule['tz'])}"
+    return f"opens {_when(schedule['next_start_s'], schedule['tz'])}"
 
 
 def _quoted(name: str) -> str:

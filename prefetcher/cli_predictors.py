@@ -100,5 +100,5 @@ def add_predictor_commands(app: typer.Typer) -> None:
             typer.echo("\n".join(lines_of(found)))
             for problem in found["problems"]:
                 typer.echo(f"note: {problem}", err=True)
-        if found["season"] is None and found["forecast"] is None:
+        if not any(found[what] for what in ("season", "residency", "forecast", "orders")):
             raise typer.Exit(1)

@@ -16,7 +16,7 @@ from zoneinfo import ZoneInfo
 from prefetcher.api.client import get
 from prefetcher.clock import SystemClock
 from prefetcher.config import Settings, artifacts_place
-from prefetcher.errors import PrefetcherError
+from prefetcher.errors import ArtifactError, PrefetcherError
 from prefetcher.words import span
 from prefetcher_connectors.artifact_store import ArtifactStore
 
@@ -36,25 +36,40 @@ def explanation_of(settings: Settings, url: str, model: str, now_s: float | None
         try:
             return get(url, path)
         except PrefetcherError as exc:
-            problems.append(str(exc))
+            if str(exc) not in problems:
+                problems.append(str(exc))
             return None
 
     season = None
+    place = artifacts_place(settings)
     try:
-        season = dataclasses.asdict(ArtifactStore(artifacts_place(settings)).load(SEASONAL, seasons_of).value.explain(model, at_s))
+        season = dataclasses.asdict(ArtifactStore(place).load(SEASONAL, seasons_of).value.explain(model, at_s))
+    except ArtifactError as exc:
+        known = str(exc) if exc.refused else f"none was fitted, as far as {place} tells"
+        problems.append(f"no season: {known}; `prefetcher jobs run seasonal-refit` fits them, --state-dir names another folder")
     except PrefetcherError as exc:
         problems.append(f"no season: {exc}")
     name = quote(model, safe="")
-    forecast = asked(f"/v1/forecast/{name}")
-    # One that is away was named once.
-    orders = None if forecast is None else asked(f"/v1/orders?model={name}&count={_ORDERS}&node=*")
-    return {"model": model, "now_s": at_s, "season": season, "forecast": forecast, "orders": orders, "problems": problems}
+    return {
+        "model": model,
+        "now_s": at_s,
+        "season": season,
+        "residency": asked(f"/v1/residency?model={name}"),
+        "forecast": asked(f"/v1/forecast/{name}"),
+        "orders": asked(f"/v1/orders?model={name}&count={_ORDERS}&node=*"),
+        "problems": problems,
+    }
 
 
 def lines_of(found: Mapping[str, Any]) -> list[str]:
     """For people: a line for each thing that is known."""
     told = [str(found["model"])]
     season, forecast = found["season"], found["forecast"]
+    for held in found["residency"] or ():
+        why = f" for {held['cause']}" if held.get("cause") else ""
+        told.append(f"  on {held['node']}: {held['state']} in {held['tier']}{why}{', pinned' if held.get('pinned') else ''}")
+    if found["residency"] == []:
+        told.append("  no node has it or could load it")
     if season is not None:
         told.append(f"  season: {season['text']}")
         if season["next_peak_s"] is not None:
@@ -65,7 +80,8 @@ def lines_of(found: Mapping[str, Any]) -> list[str]:
         told.append(f"  used soon: {chances}")
     for order in found["orders"] or ():
         at = datetime.fromtimestamp(order["issued_s"], UTC)
-        parts = ", ".join(f"{name} {share:.2f}" for name, share in order.get("contributions", ()))
+        # An order whose cause is all that led to it says it already.
+        parts = ", ".join(f"{name} {share:.2f}" for name, share in order.get("contributions", ()) if name != order["cause"])
         told.append(
             f"  {at:%Y-%m-%d %H:%M:%S} UTC, {order['cause']} on {order['node']}: {order.get('outcome') or 'open'}"
             + (f" ({parts})" if parts else "")

@@ -191,7 +191,7 @@ def test_without_a_scheduler_nothing_is_promised(setup: Setup) -> None:
     assert (answer.status_code, "prefetcher scheduler" in answer.json()["detail"]) == (503, True)
     setup.state.write({records.JOBS: records.encode([JobAbout("work", "works", 60.0)])})
     answer = setup.http.post("/v1/jobs/work:run")
-    assert (answer.status_code, "no scheduler runs" in answer.json()["detail"]) == (503, True)
+    assert (answer.status_code, "start `prefetcher scheduler`" in answer.json()["detail"]) == (503, True)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -52,7 +52,7 @@ def test_weights_are_staged_before_the_window_and_released_after(make: Callable[
     assert up.held("m2") is not None
     eventually(lambda: up.held("m2") is None)
     assert SystemClock().now_s() >= start_s + 8.0
-    (order,) = get(up.url, "/v1/orders?model=m2")
+    order = eventually(lambda: next((o for o in get(up.url, "/v1/orders?model=m2") if o.get("outcome")), None))
     assert (order["cause"], order["outcome"]) == ("batch", "timely" if used else "useless")
     if not used:
         assert order["reason"] == "window"

@@ -47,7 +47,7 @@ def test_a_season_is_told_while_nobody_answers(folder: Path) -> None:
     text = "\n".join(lines_of(found))
     assert "09:00" in text
     assert "Europe/Berlin" in text
-    assert (found["forecast"], found["orders"]) == (None, None)
+    assert (found["residency"], found["forecast"], found["orders"]) == (None, None, None)
     (problem,) = found["problems"]
     assert problem.startswith(f"nobody answers at {NOBODY}")
 
@@ -69,6 +69,23 @@ def test_what_is_forecast_and_was_ordered_is_asked_of_the_endpoint(folder: Path)
             process.stop()
     assert "used soon: 25% within 2 min, 50% within 10 min, 75% within 60 min" in text
     assert f"forecast on {NODE}: timely (hazard 0.80)" in text
+    assert f"  on {NODE}: absent in disk" in text
+
+
+def test_what_was_ordered_is_told_where_nothing_is_forecast(tmp_path: Path) -> None:
+    with Setup() as setup:
+        setup.report(report_of(known=("embed",)))
+        order = records.OrderRecord("d1", NODE, "embed", "v", "host", "hint", "treated", T0, contributions=(("hint", 1.0),))
+        setup.state.append(records.node_key(NodeName(NODE), "orders"), [records.encode(order)], 10)
+        process, listener = Process("up"), listen("127.0.0.1", 0)
+        try:
+            url = process.serve(make_endpoint(setup.service, 1_000), listener)
+            done = CliRunner().invoke(cli.app, ["explain", "embed", "--url", url, "--state-dir", str(tmp_path)])
+        finally:
+            process.stop()
+    assert done.exit_code == 0
+    assert f"hint on {NODE}: open\n" in done.stdout
+    assert "prefetcher jobs run seasonal-refit" in done.stderr
 
 
 def test_a_model_of_which_nothing_is_known_fails_and_says_what_was_away(folder: Path) -> None:

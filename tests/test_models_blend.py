@@ -45,12 +45,13 @@ class Run:
         self.predictor = predictor
         self.traffic = Traffic(6)
         self.now_s = START_S
+        self.fitted_s: list[float] = []
 
     def over(self, ts: np.ndarray, model: np.ndarray, until_s: float, block_s: float = 1800.0) -> None:
         while self.now_s < until_s:
             end_s = min(until_s, (self.now_s // block_s + 1.0) * block_s)
-            if self.now_s % 1800.0 == 0.0:
-                self.predictor.refit(self.now_s)
+            if self.now_s % 1800.0 == 0.0 and self.predictor.refit(self.now_s):
+                self.fitted_s.append(self.now_s)
             part = slice(*np.searchsorted(ts, [self.now_s, end_s]))
             ticks = np.arange(np.ceil(self.now_s / 60.0), np.ceil(end_s / 60.0)) * 60.0
             block = self.traffic.advance(ts[part], model[part], ticks=ticks, from_s=self.now_s, until_s=end_s)
@@ -161,7 +162,10 @@ def test_drift_brings_the_next_fit_forward() -> None:
     for run in (plain, watched):
         run.over(ts, model, START_S + 2.0 * DAY_S)
     assert watched.predictor.fallbacks["drifts: fitted sooner"] >= 1
-    assert watched.predictor.fits > plain.predictor.fits
+    sooner = sorted(set(watched.fitted_s) - set(plain.fitted_s))
+    assert sooner
+    assert sooner[0] > START_S + 1.5 * DAY_S
+    assert sooner[0] < min(at_s for at_s in plain.fitted_s if at_s > START_S + 1.5 * DAY_S and at_s not in watched.fitted_s)
 
 
 def test_a_snapshot_of_an_unwatched_hazard_is_taken_over_and_a_spoilt_one_refused() -> None:

@@ -66,13 +66,14 @@ class View:
             return None
         return next((p for horizon_s, p in zip(FORECAST_HORIZONS_S, chances, strict=False) if horizon_s >= within_s), chances[-1])
 
-
     def likely(self, source: str, surface: str, now_s: float) -> tuple[tuple[str, float], ...]:
-        """The models that hints of this place without a model led to, those of any place where it is not known; with probabilities."""
+        """The models that hints of this place without a model led to, those of any place where it is not known; with probabilities. Only
+        such as some node knows, once one reports."""
         if self.forecasts is None or now_s > self.forecasts.until_s:
             return ()
         hinted = self.forecasts.hinted
-        return hinted.get(f"{source}\0{surface}", hinted.get("", ()))
+        found = hinted.get(f"{source}\0{surface}", hinted.get("", ()))
+        return tuple((model, p) for model, p in found if not self.reports or model in self.models)
 
 
 class Fleet:

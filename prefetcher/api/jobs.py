@@ -86,7 +86,8 @@ class JobDesk:
         """
         self._known(name)
         if not schedulers_seen(self._state, self._clock.now_s()):
-            raise UnavailableError("no scheduler runs that could do it; start `prefetcher scheduler`", retry_after_s=5.0)
+            text = "no scheduler that does it was heard of for ten seconds; start `prefetcher scheduler`, or try again if one is busy"
+            raise UnavailableError(text, retry_after_s=5.0)
         wanted = Wanted(uuid.uuid4().hex[:16], self._clock.now_s(), by)
         key = records.job_key(name, "wanted")
         before = wanted_of(self._state.claim({key: records.encode(wanted)}, _WANTED_S)[0])

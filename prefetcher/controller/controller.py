@@ -323,6 +323,7 @@ class Controller:
         said = [
             self._add_hint(replace(hint, hint_id=f"{hint.hint_id}/{model}", model=model, source=source, chance=chance), now_s)
             for model, chance in likely
+            if self._home(model) is not None
         ]
         return said[0] if said else "new"
 
