@@ -24,6 +24,7 @@ from prefetcher.core.node import (
 )
 from prefetcher.core.node_run import run_rows
 from prefetcher.core.node_steps import close
+from prefetcher.core.value import MOST_HOLDS
 
 T0 = 0.0
 LINK = 1e9
@@ -140,17 +141,21 @@ def test_an_unused_prefetch_ends_at_its_hold_and_is_premature_when_asked_for_soo
         assert order["first_row"] == -1
 
 
-@pytest.mark.parametrize(("falls_to", "end_s"), [(0.8e-4, None), (0.6e-4, 3604.0 + 27 * 60.0)])
-def test_an_unused_prefetch_stays_beyond_its_hold_while_its_score_is_good(falls_to: float, end_s: float | None) -> None:
+@pytest.mark.parametrize(
+    ("falls_to", "asked_s", "end_s"),
+    [(0.8e-4, 6500.0, None), (0.8e-4, 7000.0, 3004.0 + MOST_HOLDS * 600.0), (0.6e-4, 6500.0, 3604.0 + 27 * 60.0)],
+    ids=["good", "too long", "falls"],
+)
+def test_an_unused_prefetch_stays_beyond_its_hold_while_its_score_is_good(falls_to: float, asked_s: float, end_s: float | None) -> None:
     policies = (replace(FETCH, price_per_byte_s=1e-15, stays_at=0.75),)
-    node = Node([(1.0, A), (7000.0, A)], [4.0], 5.0, {A: (3000.0, 1e-4)}, policies)
+    node = Node([(1.0, A), (asked_s, A)], [4.0], 5.0, {A: (3000.0, 1e-4)}, policies)
     node.hazard.at_tick[0, 87:] = falls_to  # from 5220 s on
     node.run()
     assert node.orders()[0] == (A, "timely" if end_s is None else "useless")
     order = node.log.orders[0]
     assert order["ready_s"] == 3004.0
     if end_s is not None:
-        assert order["end_s"] == end_s, "a tick's time from the last tick at which it was good"
+        assert order["end_s"] == end_s, "a tick's time from the last tick at which it was good, or after six holds"
     assert node.found()[1] == (Found.READY if end_s is None else Found.ABSENT)
 
 
