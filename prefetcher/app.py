@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from redis.exceptions import RedisError
 
@@ -29,18 +28,18 @@ from prefetcher.api.service import Service
 from prefetcher.batch.jobs import Means, make_jobs
 from prefetcher.batch.scheduler import Scheduler
 from prefetcher.clock import Clock, ScaledClock, SystemClock
-from prefetcher.config import Settings, artifacts_place
+from prefetcher.config import Settings
 from prefetcher.controller import records
 from prefetcher.controller.calling import NodeCalls, RemoteNode
 from prefetcher.controller.controller import Controller, ControllerOptions
 from prefetcher.controller.follow import Follower
 from prefetcher.controller.foreign import mapped_requests
 from prefetcher.controller.leadership import Leadership
-from prefetcher.controller.learner import Learner, ScheduledPredictor
 from prefetcher.controller.state_version import check_version
 from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName, RequestSeen
-from prefetcher.errors import ArtifactError, BudgetError, SettingsError, TemporaryError, UnavailableError, UsageError
+from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
+from prefetcher.fitted import Fitted, backend_of, seasonal_of
 from prefetcher.ingest.ingest import Ingest, IngestOptions
 from prefetcher.ingest.tables import TablesReader, connect, user_key
 from prefetcher.ingest.users import UserHasher
@@ -50,17 +49,9 @@ from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.memory import available_bytes
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import read_request, request_records
-from prefetcher_connectors.artifact_store import ArtifactStore
 from prefetcher_connectors.kafka import KafkaOptions, KafkaStreams
 from prefetcher_connectors.redis import HURRIED_S, PATIENT_S, EmbeddedServer, RedisState
 from prefetcher_connectors.streams import FileStreams
-
-if TYPE_CHECKING:
-    from prefetcher_models.feature_source import FeatureSource
-    from prefetcher_models.fitting import Backend
-    from prefetcher_models.hazard import Fit, Hazard
-    from prefetcher_models.seasonal import SeasonalSettings
-    from prefetcher_models.seasonal_artifact import NamedSeasons
 
 __all__ = ["App", "Role"]
 
@@ -92,6 +83,7 @@ class App(Process):
         self.clock = _clock(settings)
         self.metrics = Metrics()
         self.metrics.available.set_function(available_bytes)
+        self._fitted = Fitted(settings, self.clock, self.metrics)
         self.address = ""
         self._mapping = None if settings.kafka.map is None else mapped_requests(settings.kafka.map)
         self._controller: Controller | None = None
@@ -248,63 +240,18 @@ class App(Process):
             clock=self.clock,
             history=self._folder / "history",
             forecasts=self._folder / "forecasts",
-            new_learner=self._new_learner,
-            save_hazard=self._save_hazard,
-            load_seasons=self._load_seasons,
-            save_seasons=self._save_seasons,
-            seasonal=_seasonal(self._settings),
-            backend=_backend(self._settings),
+            new_learner=self._fitted.new_learner,
+            save_hazard=self._fitted.save_hazard,
+            load_seasons=self._fitted.load_seasons,
+            save_seasons=self._fitted.save_seasons,
+            seasonal=seasonal_of(self._settings),
+            backend=backend_of(self._settings),
             users_keep_s=keep.users_keep_s,
             history_keep_s=keep.history_keep_s,
         )
         # By the machine's own clock: in the minutes of a demonstration no day passes.
         clock = self.clock if self.clock.speed == 1.0 else SystemClock()
         self.run_thread("scheduler", Scheduler(self._state, clock, self.metrics, self._holder(), make_jobs(means)).run)
-
-    def _new_learner(self) -> Learner:
-        decision = self._settings.decision
-        return Learner(lambda: _predictor(decision.seed), decision.tick_s, _feature_sources)
-
-    def _save_hazard(self, hazard: Hazard) -> str:
-        from prefetcher_models.artifacts import HAZARD, about_hazard, hazard_parts
-
-        return self._artifacts().publish(HAZARD, hazard_parts(hazard), about_hazard(hazard))
-
-    def _load_seasons(self) -> NamedSeasons | None:
-        from prefetcher_models.seasonal_artifact import SEASONAL, seasons_of
-
-        try:
-            return self._artifacts().load(SEASONAL, seasons_of).value
-        except ArtifactError:
-            return None
-
-    def _save_seasons(self, seasons: NamedSeasons) -> str:
-        from prefetcher_models.seasonal_artifact import SEASONAL, about_seasons, seasons_parts
-
-        return self._artifacts().publish(SEASONAL, seasons_parts(seasons), about_seasons(seasons, _seasonal(self._settings)))
-
-    def _saved_fit(self) -> Fit | None:
-        """What a controller starts from that has learned nothing of its own: the last fit that was saved."""
-        from prefetcher_models.artifacts import HAZARD, hazard_of
-
-        # Written together with what was learned, and smaller.
-        if self._state.read(records.HINTS) is not None:
-            return None
-        names = _names_of_sources()
-        try:
-            found = self._artifacts().load(HAZARD, lambda parts, about: hazard_of(parts, about, names).fit)
-        except ArtifactError as exc:
-            log().info("no_fit_to_start_from", reason=str(exc), then="recent rates speak until there is one")
-            return None
-        log().info("started_from_fit", version=found.version, until_s=found.value.until_s, rows=found.value.rows)
-        return found.value
-
-    def _artifacts(self) -> ArtifactStore:
-        def count(name: str, kind: str) -> None:
-            self.metrics.fallbacks.labels(predictor=name, reason=f"artifact {kind}").inc()
-
-        place, keep = artifacts_place(self._settings), self._settings.artifacts.keep
-        return ArtifactStore(place, keep=keep, clock=self.clock, on_refused=count)
 
     def _holder(self) -> str:
         """This process among those that do the same: a node's own name where it has one, so that it takes over from itself at once."""
@@ -335,15 +282,10 @@ class App(Process):
         """One term, with a controller of its own: what it knows is what the last leader saved."""
         decision, agent = self._settings.decision, self._agent
         group = self._control_group()
-        try:
-            fit = self._saved_fit()
-        except (TemporaryError, UsageError) as exc:
-            log().warning("no_fit_to_start_from", reason=str(exc), then="recent rates speak until there is one")
-            fit = None
         self._controller = controller = Controller(
             self._streams,
             self._state,
-            Learner(lambda: _predictor(decision.seed, fit), decision.tick_s, _feature_sources),
+            self._fitted.new_learner(self._fitted.saved_fit(self._state)),
             self.clock,
             self.metrics,
             ControllerOptions(
@@ -547,35 +489,6 @@ def _clock(settings: Settings) -> Clock:
     if settings.clock.origin_s is None:
         raise SettingsError("clock.speed needs clock.origin_s: the time at the start, in seconds since 1970 UTC")
     return ScaledClock(settings.clock.speed, settings.clock.origin_s)
-
-
-def _predictor(seed: int, fit: Fit | None = None) -> ScheduledPredictor:
-    from prefetcher_models.blend import WatchedHazard
-    from prefetcher_models.hazard import HazardSettings
-
-    return WatchedHazard(HazardSettings(seed=seed), fit, _names_of_sources())
-
-
-def _seasonal(settings: Settings) -> SeasonalSettings:
-    from prefetcher_models.seasonal import SeasonalSettings
-
-    given = settings.seasonal
-    return SeasonalSettings(tz=given.tz, country=given.country or "", head=given.models)
-
-
-def _backend(settings: Settings) -> Backend:
-    from prefetcher_models.fitting import Backend
-
-    return Backend(settings.fit.backend, settings.fit.workers, settings.fit.dask_address or "")
-
-
-def _names_of_sources() -> tuple[str, ...]:
-    return tuple(name for source in _feature_sources() for name in source.names)
-
-
-def _feature_sources() -> list[FeatureSource]:
-    """What adds columns to the hazard's features, each new: one learner's."""
-    return []
 
 
 def _check_machine(settings: Settings) -> None:

@@ -16,12 +16,13 @@ from prefetcher.app import kafka_options
 from prefetcher.clock import SystemClock
 from prefetcher.config import Settings, artifacts_place, shown
 from prefetcher.errors import PrefetcherError, UsageError
+from prefetcher.fitted import backend_of
 from prefetcher.replay.maps import parse_map
 from prefetcher.replay.times import TimeReader
 from prefetcher_connectors.artifact_store import ArtifactStore
 from prefetcher_connectors.kafka import KafkaStreams
 from prefetcher_connectors.redis import RedisState
-from prefetcher_models.fitting import Backend, problem_of_backend
+from prefetcher_models.fitting import problem_of_backend
 from prefetcher_models.seasonal_calendar import Calendar
 
 __all__ = ["of_values", "problems_of", "table_of"]
@@ -66,7 +67,7 @@ def of_values(settings: Settings) -> list[str]:
 def _of_fits(settings: Settings) -> str:
     """'' or why fits can't run where they should."""
     fit = settings.fit
-    problem = problem_of_backend(Backend(fit.backend, fit.workers, fit.dask_address or ""))
+    problem = problem_of_backend(backend_of(settings))
     return f"PREFETCHER_FIT__BACKEND is {fit.backend}: {problem}" if problem else ""
 
 

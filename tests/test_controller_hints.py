@@ -28,7 +28,7 @@ def told(world: World) -> records.Forecasts:
 
 
 def probability(controller: Controller, model: str, now_s: float) -> float:
-    said = controller._hints.expected(model, now_s)
+    said = controller._hints.book.expected(model, now_s)
     assert said is not None
     return said.probability
 
@@ -52,8 +52,8 @@ def world() -> World:
 
 def test_in_force_the_classifier_tells_hints_of_one_source_apart(world: World) -> None:
     controller = world.controller
-    assert controller._classifier.stands == "in_force"
-    assert 0.3 < controller._hints.belief("page") < 0.7
+    assert controller._hints.classifier.stands == "in_force"
+    assert 0.3 < controller._hints.book.belief("page") < 0.7
     say(world, "m0", surface="send-button", session="a")
     say(world, "m1", surface="sidebar", session="b")
     controller.step()
@@ -69,16 +69,16 @@ def test_records_of_sources_are_told(world: World) -> None:
     (page,) = [source for source in found.sources if source.source == "page"]
     assert page.kept == 160
     assert page.broken >= 160
-    assert page.weight == pytest.approx(world.controller._hints.belief("page"), abs=1e-3)
+    assert page.weight == pytest.approx(world.controller._hints.book.belief("page"), abs=1e-3)
 
 
 def test_both_survive_a_restart(world: World) -> None:
     world.controller.save()
     again = world.make()
-    assert again._classifier.snapshot() == world.controller._classifier.snapshot()
-    assert again._likely.snapshot() == world.controller._likely.snapshot()
-    assert again._hints.snapshot() == world.controller._hints.snapshot()
-    assert again._classifier.stands == "in_force"
+    assert again._hints.classifier.snapshot() == world.controller._hints.classifier.snapshot()
+    assert again._hints.spread.snapshot() == world.controller._hints.spread.snapshot()
+    assert again._hints.book.snapshot() == world.controller._hints.book.snapshot()
+    assert again._hints.classifier.stands == "in_force"
 
 
 def test_a_classifier_of_another_version_learns_anew_and_the_book_stays(world: World) -> None:
@@ -89,8 +89,8 @@ def test_a_classifier_of_another_version_learns_anew_and_the_book_stays(world: W
     found["classifier"]["version"] = 99
     world.state.write({records.HINTS: records.encode(found)})
     again = world.make()
-    assert again._classifier.stands == "too_few"
-    assert again._hints.belief("page") == world.controller._hints.belief("page")
+    assert again._hints.classifier.stands == "too_few"
+    assert again._hints.book.belief("page") == world.controller._hints.book.belief("page")
     before = {name: part for name, part in found.items() if name not in ("classifier", "likely")}
     world.state.write({records.HINTS: records.encode(before)})
     assert world.make()._hints.kept == again._hints.kept, "of a version that had neither"
@@ -115,4 +115,4 @@ def test_a_hint_without_a_model_stands_for_what_such_hints_led_to() -> None:
     assert probability(world.controller, "m3", world.clock.now_s()) > 0.5
     (order,) = [d.order for d in world.plan().desired if d.order is not None and d.key.model == "m3"]
     assert (order.cause, order.node) == (Cause.HINT, NODE)
-    assert world.controller._hints.belief("page") == 0.5, "its source's record is not touched"
+    assert world.controller._hints.book.belief("page") == 0.5, "its source's record is not touched"

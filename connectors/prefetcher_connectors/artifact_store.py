@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,19 +105,11 @@ class ArtifactStore:
         self._clock = clock or SystemClock()
         self._on_refused = on_refused
         self._log = structlog.get_logger()
-        self._lock = threading.Lock()
-        self._refusals: dict[tuple[str, str], int] = {}
 
     @property
     def place(self) -> str:
         """Where they are, as it may be shown."""
         return self._blobs.place
-
-    @property
-    def refusals(self) -> Mapping[tuple[str, str], int]:
-        """How many versions were refused here since the start, by name and kind."""
-        with self._lock:
-            return dict(self._refusals)
 
     def publish(self, name: str, parts: Mapping[str, bytes], about: Mapping[str, Any]) -> str:
         """Write a version of `name` and put it in force; its name. Older ones beyond `keep` are removed.
@@ -304,8 +295,6 @@ class ArtifactStore:
 
     def _refuse(self, name: str, one: Refused, refused: list[Refused]) -> None:
         refused.append(one)
-        with self._lock:
-            self._refusals[name, one.kind] = self._refusals.get((name, one.kind), 0) + 1
         self._on_refused(name, one.kind)
         self._log.warning("artifact_refused", name=name, version=one.version, kind=one.kind, reason=one.reason)
 

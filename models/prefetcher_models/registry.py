@@ -15,7 +15,7 @@ from prefetcher.errors import UsageError
 from prefetcher_models.feature_source import FeatureSource
 from prefetcher_models.predictor import Predictor
 
-__all__ = ["BASELINES", "PREDICTORS", "Entry", "entry", "missing_packages"]
+__all__ = ["BASELINES", "PREDICTORS", "Entry", "entry", "hazard_sources", "missing_packages"]
 
 
 def _no_sources() -> Sequence[FeatureSource]:
@@ -152,3 +152,8 @@ def entry(name: str) -> Entry:
 def missing_packages(one: Entry) -> tuple[str, ...]:
     """Which of the packages that it needs are not installed."""
     return tuple(package for package in one.needs if importlib.util.find_spec(package) is None)
+
+
+def hazard_sources() -> Sequence[FeatureSource]:
+    """New sources of the columns that the deciding hazard is given beside its own, live and in replay."""
+    return entry("hazard").sources()

@@ -13,8 +13,7 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -27,8 +26,7 @@ from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.nodes import Nodes
 from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, make_plan, worth_of
 from prefetcher.core.experts import WINDOWS_S
-from prefetcher.core.hint_spread import HintSpread
-from prefetcher.core.hints import Expected, Hint, HintBook
+from prefetcher.core.hints import Expected, Hint
 from prefetcher.core.shadow_caches import Outlook, ShadowCaches
 from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
 from prefetcher.errors import PredictorError, UnavailableError
@@ -36,7 +34,7 @@ from prefetcher.ports import Partition, StateStore, Streams
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import HintMessage, RequestMapping, read_request
-from prefetcher_models.hint_classifier import HintClassifier
+from prefetcher_models.hints import Hints
 
 __all__ = ["Controller", "ControllerOptions"]
 
@@ -108,9 +106,7 @@ class Controller:
         self._next_tick_s = -np.inf
         self._next_snapshot_s = -np.inf
         self._saved: dict[Partition, int] = {}
-        self._classifier = HintClassifier()
-        self._likely = HintSpread()
-        self._take_over_hints(HintBook())
+        self._hints = Hints()
         #: Models that a hint came for since the last plan.
         self._hinted: set[str] = set()
         #: When they are planned for at the latest.
@@ -141,7 +137,9 @@ class Controller:
                 self._learner.restore(raw)
                 self._restore_shadows(shadows)
                 if hints is not None:
-                    self._restore_hints(msgspec.json.decode(hints))
+                    self._hints = Hints.restore(msgspec.json.decode(hints))
+                    if self._hints.problem:
+                        log().warning("hint_classifier_not_restored", reason=self._hints.problem, then="sources' records stand meanwhile")
                 log().info("learned_restored", positions=len(self._learner.positions), rows=self._learner.traffic.rows)
             except (ValueError, KeyError, TypeError) as exc:
                 log().error("snapshot_unreadable", reason=str(exc), then="learning again from the request log")
@@ -271,9 +269,7 @@ class Controller:
             self._metrics.learned.set(self._learner.traffic.rows)
             self._nodes.served(taken.rows)
             for row in taken.rows:
-                self._hints.used(row.model, row.ts)
-                self._classifier.saw(row.model, _nameless(row.user), row.ts)
-                self._likely.saw(row.model, _nameless(row.user), row.ts)
+                self._hints.saw(row.model, _nameless(row.user), row.ts)
             if not caught_up and self._refit is None:
                 # History is being read, nobody waits for a plan, and what comes next is to be scored by what was before.
                 self._learner.refit_now(self._learner.traffic.newest_s)
@@ -295,50 +291,20 @@ class Controller:
                 _nameless(message.user), message.surface, message.kind,
             )  # fmt: skip
             if message.model is None:
-                said = self._spread(hint, now_s)
-            elif hint.until_s > now_s and not self._hints.has_seen(hint.hint_id):
-                chance = self._classifier.chance(hint, self._hints.belief(hint.source), self._forecast_per_s(hint.model))
-                said = self._add_hint(hint if chance is None else replace(hint, chance=chance), now_s)
+                found = self._hints.take_unnamed(hint, now_s, lambda model: self._home(model) is not None)
+                said = next(iter(found.values()), "new" if hint.until_s > now_s else "past")
             else:
-                said = self._add_hint(hint, now_s)
+                said = self._hints.take(hint, now_s, self._forecast_per_s)
+                found = {hint.model: said}
+            for model, was in found.items():
+                if was in ("new", "folded"):
+                    self._hinted.add(model)
+                    waits_s = _HINT_WAITS_S * self._clock.speed if self._is_coming(model, now_s) else 0.0
+                    self._hint_due_s = min(self._hint_due_s, now_s + waits_s)
             self._metrics.hints.labels(result=said).inc()
-        self._hints.expire(now_s)
+        self._hints.book.expire(now_s)
         if now_s >= self._hint_due_s:
             self._wanted.add("hint")
-
-    def _add_hint(self, hint: Hint, now_s: float) -> str:
-        said = self._hints.add(hint, now_s)
-        if said in ("new", "folded"):
-            self._hinted.add(hint.model)
-            waits_s = _HINT_WAITS_S * self._clock.speed if self._is_coming(hint.model, now_s) else 0.0
-            self._hint_due_s = min(self._hint_due_s, now_s + waits_s)
-        return said
-
-    def _spread(self, hint: Hint, now_s: float) -> str:
-        """A hint that names no model becomes one of each likely model, under a source of their own: most of them are not meant."""
-        if hint.until_s <= now_s:
-            return "past"
-        likely = self._likely.hinted(hint.hint_id, hint.source, hint.surface, hint.user or hint.session, hint.given_s, hint.until_s)
-        source = f"{hint.source} (no model)"
-        said = [
-            self._add_hint(replace(hint, hint_id=f"{hint.hint_id}/{model}", model=model, source=source, chance=chance), now_s)
-            for model, chance in likely
-            if self._home(model) is not None
-        ]
-        return said[0] if said else "new"
-
-    def _take_over_hints(self, book: HintBook) -> None:
-        self._hints = book
-        book.on_settled = lambda hint, kept, at_s: self._classifier.settled(hint, kept, at_s)
-
-    def _restore_hints(self, found: dict[str, Any]) -> None:
-        """Raises KeyError, TypeError or ValueError for what is none; a classifier of another kind learns anew."""
-        self._take_over_hints(HintBook.restore(found))
-        self._likely = HintSpread.restore(found["likely"]) if "likely" in found else HintSpread()
-        try:
-            self._classifier = HintClassifier.restore(found.get("classifier") or HintClassifier().snapshot())
-        except PredictorError as exc:
-            log().warning("hint_classifier_not_restored", reason=str(exc), then="sources' records stand until it has learned")
 
     def _forecast_per_s(self, model: str) -> float:
         """The rate of next use at the last tick, over the first of the experts' windows; NaN without one."""
@@ -361,8 +327,8 @@ class Controller:
     def _expected(self, node: NodeName, now_s: float) -> dict[str, Expected]:
         """What hints and batch schedules say about the models that this node is to bring."""
         found = {}
-        for model in self._hints.models():
-            said = self._hints.expected(model, now_s)
+        for model in self._hints.book.models():
+            said = self._hints.book.expected(model, now_s)
             if said is not None and self._home(model) == node:
                 found[model] = said
         return self._batch.expected(node, found, now_s)
@@ -483,9 +449,10 @@ class Controller:
         chance = -np.expm1(-np.nan_to_num(self._rates) * windows_s)[order].T
         models = {name: tuple(p) for name, p in zip(self._learner.names, chance.round(4).tolist(), strict=False)}
         until_s = now_s + 2.0 * self._options.tick_s
-        likely = {place: tuple(found) for place, found in self._likely.places().items()}
-        sources = tuple(records.HintSource(s.source, s.kept, s.broken, round(s.weight, 4)) for s in self._hints.sources()[:_SOURCES_TOLD])
-        told = records.encode(records.Forecasts(now_s, until_s, models, likely, sources, self._classifier.stands))
+        likely = {place: tuple(found) for place, found in self._hints.spread.places().items()}
+        known = self._hints.book.sources()[:_SOURCES_TOLD]
+        sources = tuple(records.HintSource(s.source, s.kept, s.broken, round(s.weight, 4)) for s in known)
+        told = records.encode(records.Forecasts(now_s, until_s, models, likely, sources, self._hints.classifier.stands))
         self._state.write({records.FORECASTS: told}, expire_s=2.0 * self._options.tick_s / self._clock.speed)
 
     def plan(self, node: NodeName, trigger: str) -> Planned | None:
@@ -583,7 +550,7 @@ class Controller:
             self._metrics.skipped.labels(what="prefetch", reason=reason).inc(count)
 
     def _count_fallbacks(self) -> None:
-        of_hints = {("hints", reason): count for reason, count in self._classifier.fallbacks.items()}
+        of_hints = {("hints", reason): count for reason, count in self._hints.classifier.fallbacks.items()}
         for key, count in {**self._learner.fallback_counts(), **of_hints}.items():
             # A copy that was fitted meanwhile knows fewer of them.
             new = max(0, count - self._counted.get(key, 0))
@@ -621,9 +588,7 @@ class Controller:
         learned = {
             records.LEARNED: self._learner.snapshot(),
             records.SHADOWS: records.pack_arrays(arrays, facts),
-            records.HINTS: records.encode(
-                {**self._hints.snapshot(), "classifier": self._classifier.snapshot(), "likely": self._likely.snapshot()}
-            ),
+            records.HINTS: records.encode(self._hints.snapshot()),
         }
         if self._state.write_fenced(records.FENCE, self.fence, learned):
             self._saved = dict(self._learner.positions)

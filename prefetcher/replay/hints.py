@@ -11,7 +11,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prefetcher.core.experts import WINDOWS_S
-from prefetcher.core.hints import Hint, HintBook
+from prefetcher.core.hints import Hint
 from prefetcher.core.node import HINT_EVENT
 from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.errors import InputError, UsageError
@@ -29,6 +29,7 @@ from prefetcher.replay.formats import read_rows
 from prefetcher.replay.times import TimeReader
 from prefetcher.replay.trace import Trace
 from prefetcher_models.hint_classifier import HintClassifier
+from prefetcher_models.hints import Hints
 
 __all__ = ["HintFeed", "HintLog", "SyntheticHints", "check_hints", "describe_hints", "of_hinted_rows", "read_hints"]
 
@@ -244,8 +245,7 @@ class HintFeed:
     def __init__(self, trace: Trace, hints: HintLog, nodes: list[str]) -> None:
         self.hinted = np.full(len(trace), hints.every_row)
         self._trace, self._hints, self._nodes = trace, hints, nodes
-        self._book, self.classifier = HintBook(), HintClassifier()
-        self._book.on_settled = self._settled
+        self._believed = Hints()
         self._home = [by_rendezvous(model, nodes)[0] for model in trace.models]
         #: The node that the open hints of a model were told to.
         self._told: dict[str, int] = {}
@@ -256,14 +256,15 @@ class HintFeed:
 
     @property
     def kept(self) -> int:
-        return self._book.kept
+        return self._believed.book.kept
 
     @property
     def broken(self) -> int:
-        return self._book.broken
+        return self._believed.book.broken
 
-    def _settled(self, hint: Hint, kept: bool, at_s: float) -> None:
-        self.classifier.settled(hint, kept, at_s)
+    @property
+    def classifier(self) -> HintClassifier:
+        return self._believed.classifier
 
     def until(self, until_s: float, forecast: Callable[[int, float], float]) -> list[npt.NDArray[np.void]]:
         """HINT_EVENT[K] of each node, from where it stands up to `until_s`, inclusive. `forecast(model, now_s)` is the rate of the
@@ -293,16 +294,13 @@ class HintFeed:
 
     def _take(self, hint: Hint, now_s: float, forecast: Callable[[int, float], float]) -> None:
         number = self._number[hint.model]
-        if hint.until_s > now_s and not self._book.has_seen(hint.hint_id):
-            chance = self.classifier.chance(hint, self._book.belief(hint.source), forecast(number, now_s))
-            hint = hint if chance is None else replace(hint, chance=chance)
-        if self._book.add(hint, now_s) not in ("new", "folded"):
+        if self._believed.take(hint, now_s, lambda _model: forecast(number, now_s)) not in ("new", "folded"):
             return
         self._told.setdefault(hint.model, self._home[number])
         self._tell(hint.model, now_s, news=True)
 
     def _tell(self, model: str, now_s: float, *, news: bool) -> None:
-        said = self._book.expected(model, now_s)
+        said = self._believed.book.expected(model, now_s)
         node, number = self._told[model], self._number[model]
         if said is None:
             self._events[node].append((now_s, number, 0.0, 0.0, 0.0, 0.0, False))
@@ -314,7 +312,7 @@ class HintFeed:
                 heapq.heappush(self._checks, (check_s, model))
 
     def _check(self, at_s: float, model: str) -> None:
-        self._book.expire(at_s)
+        self._believed.book.expire(at_s)
         if model in self._told:
             self._tell(model, at_s, news=False)
 
@@ -322,9 +320,8 @@ class HintFeed:
         trace = self._trace
         number, user, node = int(trace.model[row]), int(trace.user[row]), int(trace.node[row])
         ts, model = float(trace.ts[row]), trace.models[number]
-        self._book.expire(ts)
-        self.hinted[row] |= self._book.used(model, ts) > 0
-        self.classifier.saw(model, trace.user_names[user] if user >= 0 else None, ts)
+        self._believed.book.expire(ts)
+        self.hinted[row] |= self._believed.saw(model, trace.user_names[user] if user >= 0 else None, ts) > 0
         if node >= 0:
             self._home[number] = node
         told = self._told.pop(model, None)

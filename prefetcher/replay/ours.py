@@ -35,6 +35,7 @@ from prefetcher.core.value import price_per_byte_s
 from prefetcher.replay.engine import TICK_S, close_node
 from prefetcher.replay.trace import Trace
 from prefetcher_models.hazard import HazardSettings
+from prefetcher_models.registry import hazard_sources
 from prefetcher_models.stream import HazardStream
 
 __all__ = ["AT_PRICE", "LIVE", "SHADOW", "NodeRun", "RateBlock", "computed_ahead", "score_blocks"]
@@ -80,7 +81,8 @@ class RateBlock:
 
 def score_blocks(trace: Trace, seed: int, progress: Progress, periods: int = _BLOCK_PERIODS) -> Iterator[RateBlock]:
     """The hazard over the log, block after block, strictly from the past at every row and tick. Forecasts don't depend on decisions."""
-    stream = HazardStream(len(trace.models), trace.t0, tick_s=TICK_S, horizons=HORIZONS, settings=HazardSettings(seed=seed))
+    settings, sources = HazardSettings(seed=seed), hazard_sources()
+    stream = HazardStream(len(trace.models), trace.t0, tick_s=TICK_S, horizons=HORIZONS, settings=settings, sources=sources)
     first, tick, from_s = 0, 0, trace.t0
     waiting: RateBlock | None = None
     while first < len(trace):
