@@ -20,9 +20,10 @@ from prefetcher.errors import PredictorError
 from prefetcher_models.calibration import calibration_line
 from prefetcher_models.coactivation_net import WEIGHTS, NetSettings, Samples, fit_net, net_scorer
 from prefetcher_models.feature_source import Floats32
-from prefetcher_models.follow_state import COLUMNS, LOOKS, OWN, TICK_SAMPLES, TURNS, VISITS, Scorer, score_samples
+from prefetcher_models.follow_scorer import LOOKS, VISITS, Scorer, score_samples, table_scorer
+from prefetcher_models.follow_state import COLUMNS, OWN, TICK_SAMPLES, TURNS
 from prefetcher_models.samples import EPOCH_S
-from prefetcher_models.transitions import Seen, Transitions, table_scorer
+from prefetcher_models.transitions import Seen, Transitions
 
 __all__ = ["Coactivation", "CoactivationSettings", "Learned"]
 

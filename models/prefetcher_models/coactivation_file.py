@@ -20,7 +20,7 @@ import numpy.typing as npt
 from prefetcher.errors import PredictorError
 from prefetcher_models.coactivation import Coactivation, Learned
 from prefetcher_models.coactivation_net import WEIGHTS
-from prefetcher_models.follow_state import LOOKS
+from prefetcher_models.follow_scorer import LOOKS
 
 __all__ = ["load_coactivation", "save_coactivation"]
 

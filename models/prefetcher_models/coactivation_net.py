@@ -1,4 +1,4 @@
-"""The sequence model of co-activation: fitted with torch, evaluated without it (`follow_state`).
+"""The sequence model of co-activation: fitted with torch, evaluated without it (`follow_scorer`).
 
 A user's last visits become one vector: an embedding for each visited model, weighed by place and age. Its match with a candidate's
 embedding, and what the tables say of the two, go through one hidden layer to a correction of the table's log-odds of use within 120 s and
@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher_models.follow_state import LOOKS, VISITS, Scorer
+from prefetcher_models.follow_scorer import LOOKS, VISITS, Scorer
 
 __all__ = ["WEIGHTS", "NetSettings", "Samples", "fit_net", "net_scorer"]
 
 Weights = dict[str, npt.NDArray[np.float32]]
-#: The arrays that a network is, as in `follow_state.Scorer`.
+#: The arrays that a network is, as in `follow_scorer.Scorer`.
 WEIGHTS = ("value", "key", "place", "heed", "first", "first_0", "second", "second_0", "mean", "scale")
 
 

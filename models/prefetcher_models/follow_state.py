@@ -3,7 +3,7 @@
 Two tables. Of **arrivals**: when a model starts (first row, or idle for `IDLE_S`), which models started in the seconds before, by delay.
 Of **users**: which model a user turns to after which, how long he waits, what he used before; each user's last visits are kept, and those
 who were active lately are looked at one by one. Both are bounded, whatever the log holds. Covers counting and looking up; what is learned
-by gradient (`coactivation`) is only evaluated here. Everything is a function of past rows.
+by gradient is evaluated in `follow_scorer`. Everything is a function of past rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numpy.typing as npt
 from prefetcher.core.compiled import kernel, kernel_part
 from prefetcher.core.references import by_reference
 from prefetcher.core.traffic_state import LATE_S
+from prefetcher_models.follow_scorer import N_LOOKS, VISITS, Scorer, chances, remember
 
-__all__ = ["COLUMNS", "LOOKS", "MODEL_FIELDS", "VISITS", "Follow", "Scorer", "follow_block", "new_follow", "score_samples"]
+__all__ = ["COLUMNS", "MODEL_FIELDS", "OWN", "TICK_SAMPLES", "TURNS", "Follow", "follow_block", "new_follow"]
 
 #: A model starts with its first row, or with one after this long without any.
 IDLE_S = 300.0
@@ -30,8 +31,8 @@ SPELLS_S = np.array([0.0, 15.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1800.0, 
 ACTIVE_S = 1800.0
 #: Models that start after a model, models that users turn to after a model, starts that count as recent.
 AFTER, TURNS, STARTS = 32, 24, 128
-#: Users kept (buckets × ways), models and visits kept of each, users that count as active.
-BUCKETS, WAYS, OWN, VISITS, ACTIVE = 1024, 8, 16, 8, 32
+#: Users kept (buckets × ways), models kept of each, users that count as active.
+BUCKETS, WAYS, OWN, ACTIVE = 1024, 8, 16, 32
 #: Decayed counts are halved here, so that habits that changed are forgotten; spells of all users, later.
 HALVE_AT, SPELLS_HALVE_AT = 300.0, 20_000.0
 #: Time scale of a model's popularity among users.
@@ -48,31 +49,6 @@ COLUMNS: tuple[str, ...] = (
     "next_arrivals_600s",
     "next_arrivals_most",
 )
-#: What is looked up of a user and a model, in order (`_look`).
-LOOKS: tuple[str, ...] = (
-    "log_user_age",
-    "is_current",
-    "own_share",
-    "log_own",
-    "log_own_age",
-    "log_user_rows",
-    "turn_share",
-    "turn_share_before",
-    "log_popular_share",
-    "log_choice",
-    "log_move_120s",
-    "log_move_600s",
-    "visits_1h",
-    "visit_place",
-    "log_user_gap",
-    "others_now",
-    "log_model_age",
-    "own_turns",
-)
-_N_LOOKS = len(LOOKS)
-_CURRENT, _CHOICE, _MOVE_120, _MOVE_600 = 1, 9, 10, 11
-
-
 class Follow(NamedTuple):
     """All that is counted. n models; user tables are [BUCKETS, WAYS, …]; weights are decayed counts."""
 
@@ -112,29 +88,6 @@ class Follow(NamedTuple):
     times: npt.NDArray[np.float64]
     # [starts seen, users' rows, rows dropped, rows]
     counters: npt.NDArray[np.int64]
-
-
-class Scorer(NamedTuple):
-    """What turns looks into chances: the table alone (`in_force` 0), or the learned network (1); d numbers a model, h hidden units.
-
-    `value` and `key` float32[n, d]: of a visited model and of a candidate; `place` float32[VISITS, d] weighs visits by their place;
-    `heed` float32[VISITS, 2]: how much a visit counts (offset, slope by log age). `first` float32[h, LOOKS + 1], `first_0` float32[h],
-    `second` float32[2, h], `second_0` float32[2]; looks are scaled by `mean` and `scale` float32[LOOKS]. `lines` float64[2, 2, 2]:
-    calibration (slope, offset) by scorer and horizon.
-    """
-
-    in_force: npt.NDArray[np.int64]
-    value: npt.NDArray[np.float32]
-    key: npt.NDArray[np.float32]
-    place: npt.NDArray[np.float32]
-    heed: npt.NDArray[np.float32]
-    first: npt.NDArray[np.float32]
-    first_0: npt.NDArray[np.float32]
-    second: npt.NDArray[np.float32]
-    second_0: npt.NDArray[np.float32]
-    mean: npt.NDArray[np.float32]
-    scale: npt.NDArray[np.float32]
-    lines: npt.NDArray[np.float64]
 
 
 #: Per-model fields: dtype, shape, value of a model that was never used.
@@ -414,58 +367,6 @@ def _look(state: Follow, b: int, w: int, m: int, t: float, moves: Any, x: Any) -
 
 
 @kernel_part
-def _remember(scorer: Scorer, visits: Any, visit_s: Any, t: float, query: Any) -> None:
-    """A user's visits as one vector, into query[d]."""
-    query[:] = 0.0
-    if scorer.in_force[0] == 0:
-        return
-    total = 0.0
-    for j in range(VISITS):
-        m = visits[j]
-        if m < 0:
-            break
-        heed = math.exp(scorer.heed[j, 0] + scorer.heed[j, 1] * math.log(max(0.0, t - visit_s[j]) + 1.0))
-        total += heed
-        if m < len(scorer.value):
-            for d in range(len(query)):
-                query[d] += heed * scorer.place[j, d] * scorer.value[m, d]
-    for d in range(len(query)):
-        query[d] /= total + 1e-9
-
-
-@kernel_part
-def _log_odds(p: float) -> float:
-    p = min(max(p, 1e-7), 1.0 - 1e-7)
-    return math.log(p / (1.0 - p))
-
-
-@kernel_part
-def _chances(scorer: Scorer, query: Any, m: int, x: Any, p: Any) -> None:
-    """P(the user uses m within 120 s, within 600 s) from what was looked up, into p[2]. His current model is left to the table."""
-    near, wide = _log_odds(math.exp(x[_CHOICE] + x[_MOVE_120])), _log_odds(math.exp(x[_CHOICE] + x[_MOVE_600]))
-    mode = scorer.in_force[0]
-    if mode == 1 and x[_CURRENT] == 0.0:
-        match = 0.0
-        if m < len(scorer.key):
-            for d in range(len(query)):
-                match += query[d] * scorer.key[m, d]
-        near += scorer.second_0[0]
-        wide += scorer.second_0[1]
-        for i in range(len(scorer.first)):
-            z = scorer.first_0[i] + scorer.first[i, _N_LOOKS] * match
-            for j in range(_N_LOOKS):
-                z += scorer.first[i, j] * (x[j] - scorer.mean[j]) * scorer.scale[j]
-            if z > 0.0:
-                near += scorer.second[0, i] * z
-                wide += scorer.second[1, i] * z
-    if x[_CURRENT] == 0.0:
-        near = scorer.lines[mode, 0, 0] * near + scorer.lines[mode, 0, 1]
-        wide = scorer.lines[mode, 1, 0] * wide + scorer.lines[mode, 1, 1]
-    p[0] = 1.0 / (1.0 + math.exp(-near))
-    p[1] = max(p[0], 1.0 / (1.0 + math.exp(-wide)))
-
-
-@kernel_part
 def _candidates(state: Follow, b: int, w: int, ids: Any) -> int:
     """The models that the user may turn to, into ids; how many: his own, then those that follow his current one."""
     n = 0
@@ -560,7 +461,7 @@ def follow_block(
     n = len(state.last_s)
     sums = np.zeros((n, 6))
     ids = np.empty(OWN + TURNS, np.int64)
-    moves, x, p, query, row = np.zeros(4), np.zeros(_N_LOOKS), np.zeros(2), np.zeros(scorer.place.shape[1]), np.zeros(6)
+    moves, x, p, query, row = np.zeros(4), np.zeros(N_LOOKS), np.zeros(2), np.zeros(scorer.place.shape[1]), np.zeros(6)
     i, r, n_instants, n_samples = 0, 0, 0, 0
     for k in range(len(ticks) + 1):
         until = ticks[k] if k < len(ticks) else math.inf
@@ -581,8 +482,8 @@ def follow_block(
                             continue
                         _moves(state, t - state.user_s[b, w], moves)
                         _look(state, b, w, m, t, moves, x)
-                        _remember(scorer, state.visit[b, w], state.visit_s[b, w], t, query)
-                        _chances(scorer, query, m, x, p)
+                        remember(scorer, state.visit[b, w], state.visit_s[b, w], t, query)
+                        chances(scorer, query, m, x, p)
                         _add_chances(p, row)
                     _finish(row, rows_out[i])
             i += 1
@@ -607,16 +508,16 @@ def follow_block(
                     instant_visits[n_instants, j] = state.visit[b, w, j]
                     instant_ages[n_instants, j] = min(t - state.visit_s[b, w, j], 1e6)
             _moves(state, t - state.user_s[b, w], moves)
-            _remember(scorer, state.visit[b, w], state.visit_s[b, w], t, query)
+            remember(scorer, state.visit[b, w], state.visit_s[b, w], t, query)
             for c in range(_candidates(state, b, w, ids)):
                 m = ids[c]
                 _look(state, b, w, m, t, moves, x)
-                _chances(scorer, query, m, x, p)
+                chances(scorer, query, m, x, p)
                 _add_chances(p, sums[m])
                 if sampled and n_samples < len(looks):
                     samples[n_samples, 0] = n_instants
                     samples[n_samples, 1] = m
-                    for j in range(_N_LOOKS):
+                    for j in range(N_LOOKS):
                         looks[n_samples, j] = x[j]
                     n_samples += 1
             if sampled:
@@ -625,19 +526,3 @@ def follow_block(
             _finish(sums[tick_model[r]], ticks_out[r])
             r += 1
     return n_instants, n_samples
-
-
-@kernel
-def score_samples(scorer: Scorer, visits: Any, ages_s: Any, pairs: Any, looks: Any, out: Any) -> None:
-    """The chances of samples that `follow_block` gave, in order of their instants, into out[S, 2]."""
-    query, p, x = np.zeros(scorer.place.shape[1]), np.zeros(2), np.zeros(_N_LOOKS)
-    last = -1
-    for i in range(len(pairs)):
-        if pairs[i, 0] != last:
-            last = pairs[i, 0]
-            _remember(scorer, visits[last], -ages_s[last].astype(np.float64), 0.0, query)
-        for j in range(_N_LOOKS):
-            x[j] = looks[i, j]
-        _chances(scorer, query, pairs[i, 1], x, p)
-        out[i, 0] = p[0]
-        out[i, 1] = p[1]

@@ -16,9 +16,10 @@ import numpy as np
 from prefetcher.core.traffic import Block, Traffic
 from prefetcher.errors import PredictorError
 from prefetcher_models.feature_source import Floats32
-from prefetcher_models.follow_state import COLUMNS, LOOKS, MODEL_FIELDS, VISITS, Follow, Scorer, follow_block, new_follow
+from prefetcher_models.follow_scorer import LOOKS, VISITS, Scorer, table_scorer
+from prefetcher_models.follow_state import COLUMNS, MODEL_FIELDS, Follow, follow_block, new_follow
 
-__all__ = ["Seen", "Transitions", "table_scorer"]
+__all__ = ["Seen", "Transitions"]
 
 _VERSION = 1
 
@@ -39,25 +40,6 @@ class Seen:
         self.ages_s = np.empty((instants, VISITS), np.float32)
         self.pairs = np.empty((samples, 2), np.int64)
         self.looks = np.empty((samples, len(LOOKS)), np.float32)
-
-
-def table_scorer() -> Scorer:
-    """The table alone, as it counts."""
-    none = np.zeros((0, 1), np.float32)
-    return Scorer(
-        in_force=np.zeros(1, np.int64),
-        value=none,
-        key=none,
-        place=np.zeros((VISITS, 1), np.float32),
-        heed=np.zeros((VISITS, 2), np.float32),
-        first=np.zeros((0, len(LOOKS) + 1), np.float32),
-        first_0=np.zeros(0, np.float32),
-        second=np.zeros((2, 0), np.float32),
-        second_0=np.zeros(2, np.float32),
-        mean=np.zeros(len(LOOKS), np.float32),
-        scale=np.ones(len(LOOKS), np.float32),
-        lines=np.tile(np.array([1.0, 0.0]), (2, 2, 1)),
-    )
 
 
 class Transitions:
