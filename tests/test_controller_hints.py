@@ -93,7 +93,7 @@ def test_a_classifier_of_another_version_learns_anew_and_the_book_stays(world: W
     assert again._hints.book.belief("page") == world.controller._hints.book.belief("page")
     before = {name: part for name, part in found.items() if name not in ("classifier", "likely")}
     world.state.write({records.HINTS: records.encode(before)})
-    assert world.make()._hints.kept == again._hints.kept, "of a version that had neither"
+    assert world.make()._hints.book.kept == again._hints.book.kept, "of a version that had neither"
 
 
 def test_a_hint_without_a_model_stands_for_what_such_hints_led_to() -> None:
@@ -108,7 +108,7 @@ def test_a_hint_without_a_model_stands_for_what_such_hints_led_to() -> None:
     world.clock.advance(200_000.0)
     world.report(held=(ready("m1"),))
     world.controller.step()
-    assert not world.controller._hints.models()
+    assert not world.controller._hints.book.models()
     assert told(world).hinted["page\0draw"][0][0] == "m3"
     say(world, None, surface="draw", user="ann")
     world.controller.step()

@@ -302,7 +302,7 @@ def test_a_hint_is_planned_at_once_and_unused_weights_go_with_its_time() -> None
     world.report()
     world.controller.step()
     assert [d for d in world.plan().desired if d.order] == []
-    assert world.controller._hints.belief("") < 0.5
+    assert world.controller._hints.book.belief("") < 0.5
 
 
 def test_a_hint_that_comes_too_late_is_not_planned_and_a_row_keeps_one() -> None:
@@ -315,7 +315,7 @@ def test_a_hint_that_comes_too_late_is_not_planned_and_a_row_keeps_one() -> None
     assert {d.order.key.model for d in world.plan().desired if d.order} == {"m1"}
     world.ask(1)
     world.controller.step()
-    assert world.controller._hints.kept == 1
+    assert world.controller._hints.book.kept == 1
     assert 'prefetcher_hints_total{result="past"} 1.0' in world.metrics.text().decode()
 
 
@@ -326,10 +326,10 @@ def test_hints_survive_a_restart() -> None:
     world.controller.step()
     world.controller.save()
     again = world.make()
-    assert again._hints.models() == ["m3"]
-    assert len(again._hints) == 1
+    assert again._hints.book.models() == ["m3"]
+    assert len(again._hints.book) == 1
     again.step()
-    assert len(again._hints) == 1
+    assert len(again._hints.book) == 1
 
 
 def test_a_hint_is_for_one_node() -> None:
@@ -452,7 +452,7 @@ def test_what_is_dated_in_the_future_is_passed_over() -> None:
     world.hint("m0")
     world.controller.step()
     assert world.controller._learner.names == ["m3"]
-    assert world.controller._hints.models() == ["m0"]
+    assert world.controller._hints.book.models() == ["m0"]
     assert world.controller._learner.positions[AT] == 3
     assert 'reason="future",what="record of requests"} 2.0' in world.metrics.text().decode()
 

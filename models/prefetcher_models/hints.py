@@ -22,9 +22,9 @@ class Hints:
     """Not for two threads at once. `problem`: '' or why a restored one has a classifier that learns anew."""
 
     def __init__(self, book: HintBook | None = None, classifier: HintClassifier | None = None, spread: HintSpread | None = None) -> None:
-        self.book = book or HintBook()
-        self.classifier = classifier or HintClassifier()
-        self.spread = spread or HintSpread()
+        self.book = HintBook() if book is None else book  # an empty book may hold sources' records
+        self.classifier = HintClassifier() if classifier is None else classifier
+        self.spread = HintSpread() if spread is None else spread
         self.problem = ""
         self.book.on_settled = self.classifier.settled
 
