@@ -16,6 +16,7 @@ from prefetcher.backtest.result import result_of
 from prefetcher.backtest.terminal import sentence, tables
 from prefetcher.compiling import compile_kernels, compiled
 from prefetcher.errors import InputError, UsageError
+from prefetcher.progress import shown_progress
 from prefetcher.replay.trace import Trace, read_trace
 from prefetcher_models.registry import PREDICTORS, Entry, entry, missing_packages
 
@@ -44,19 +45,12 @@ def backtest_command(
 ) -> None:
     """Prints the sentence and the tables, and writes what was asked for. Raises UsageError and InputError."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     chosen = _chosen(predictors)
     for out in (json_to, report):
         _check_file(out)
     errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("reading the log", total=1.0)
-
-        def progress(done: float, what: str) -> None:
-            bar.update(task, completed=done, description=what)
-
+    with shown_progress(errors, "reading the log") as progress:
         trace = read_trace(
             log, catalog=catalog, default_bytes=1, field_map=map, tz=tz, strict=strict,
             progress=lambda done, total: progress(done / max(total, 1), "reading the log"),

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from prefetcher.core.node import new_caches, new_event_log, no_hazard
 from prefetcher.core.node_run import run_rows
 from prefetcher.core.value import DEFAULT_PRICE_S_PER_GB_H
 from prefetcher.errors import UsageError
+from prefetcher.progress import Progress, shown_progress
 from prefetcher.replay.accounts import PolicyLogs, totals, write_logs
 from prefetcher.replay.capacity import capacity_notes, check_capacity
 from prefetcher.replay.catalog import read_load_times
@@ -42,8 +43,6 @@ FRONTIER_FACTORS: tuple[float, ...] = (4.0, 16.0, 64.0, 256.0)
 _MOST_CAPACITY_RATIO = 1e6
 _MOST_PRICE = 1e6
 SHADOW_NAME = "ours-shadow"
-
-Progress = Callable[[float, str], None]
 
 
 def _quiet(_done: float, _what: str) -> None:
@@ -196,7 +195,6 @@ def replay_command(
 ) -> None:
     """Replays `log` and writes `out`; prints the verdict first. Raises UsageError and InputError."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     names = list(dict.fromkeys(p.strip() for p in policy.split(",") if p.strip()))
     rivals = [name for name in names if name != OURS]
@@ -213,13 +211,7 @@ def replay_command(
     check_figures(capacity_ratio, host_bytes, link_bytes_per_s, warmup_ratio, price)
     price = DEFAULT_PRICE_S_PER_GB_H if price is None else price
     errors = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("reading the log", total=1.0)
-
-        def progress(done: float, what: str) -> None:
-            bar.update(task, completed=done, description=what)
-
+    with shown_progress(errors, "reading the log") as progress:
         trace = read_trace(
             log, catalog=catalog, models_dir=models, default_bytes=default_bytes, field_map=map, tz=tz, strict=strict,
             progress=lambda done, total: progress(done / max(total, 1), "reading the log"),
