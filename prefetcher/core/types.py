@@ -105,10 +105,11 @@ class RequestSeen:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How early (`lead_s`), how far ahead (`horizon_s`) and how long unused (`hold_s`) a prefetch may be; seconds."""
+    """How early (`lead_s`), how far ahead (`horizon_s`) and how long unused (`hold_s`) a prefetch may be; seconds. As it stands, it bounds
+    nothing but the hold; what each means exactly is in `core.windows`."""
 
-    lead_s: float = 60.0
-    horizon_s: float = 600.0
+    lead_s: float = HORIZONS_S[-1]
+    horizon_s: float = 0.0
     hold_s: float = 600.0
 
 
