@@ -173,8 +173,8 @@ class ColdStart(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """What all nodes together came to from `since_s` (None: since the installation) to `until_s`, in whole hours from `from_hour_s` on.
 
-    `groups_in_all` is above the number of groups where there are more than were asked for; largest cold seconds first. `effect` is the control group's own
-    difference with its interval, None while it is not known.
+    `groups_in_all` is above the number of `groups` where there are more than were asked for; the largest cold seconds come first. `effect`
+    is the control group's own difference with its interval, None while it is not known.
     """
 
     since_s: float | None
