@@ -298,8 +298,15 @@ def bench(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the page and the figures.")] = Path("demo-out"),
     keep: Annotated[bool, typer.Option("--keep", help="Keep the logs and the state of both sides.")] = False,
+    write_log: Annotated[
+        Path | None, typer.Option("--write-log", help="Only write its traffic as a request log with a catalog into this folder.")
+    ] = None,
 ) -> None:
     """Two days of traffic in minutes, with and without prefetching, side by side."""
+    if write_log is not None:
+        for written in _attribute("prefetcher.demo.request_log", "write_request_log")(write_log):
+            typer.echo(written)
+        return
     _end_in_order()
     _attribute("prefetcher.demo", "run")(out, keep=keep)
 

@@ -12,15 +12,18 @@ import xxhash
 from rich.console import Console
 from safetensors import safe_open
 
+from prefetcher.cli import app
 from prefetcher.clock import SystemClock, VirtualClock
 from prefetcher.demo import demo
 from prefetcher.demo.models import MODELS, make_models
 from prefetcher.demo.node import DemoNode, Reading
 from prefetcher.demo.page import write_page
+from prefetcher.demo.request_log import LOG_DAYS
 from prefetcher.demo.side import Served, Side, read_cold_s, run_side
 from prefetcher.demo.traffic import DAY_S, Arrival, make_traffic
 from prefetcher.demo.verdict import verdict
 from prefetcher.errors import IntegrityError, NoRoomError, UnavailableError
+from prefetcher.replay.trace import read_trace
 from prefetcher.telemetry.metrics import Metrics
 
 
@@ -42,6 +45,16 @@ def test_the_catalog_is_what_the_demo_promises() -> None:
     assert min(sizes) == 40
     assert max(sizes) == 400
     assert 1_400 < sum(sizes) < 1_600
+
+
+def test_its_traffic_is_a_log_that_replay_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app(["demo", "--write-log", str(tmp_path / "log")], standalone_mode=False)
+    log, catalog = map(Path, capsys.readouterr().out.split())
+    trace = read_trace(log, catalog=catalog)
+    assert len(trace) == len(make_traffic(LOG_DAYS))
+    assert dict(zip(trace.models, trace.bytes_, strict=True)) == {name: megabytes * 10**8 for name, megabytes in MODELS}
+    assert trace.t1 - trace.t0 > (LOG_DAYS - 1) * DAY_S
+    assert not trace.problems.lines()
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path) -> None:
