@@ -1,0 +1,443 @@
+"""On which node a wanted model is loaded, of all that could: decided for a whole burst at once. Pure; the kernel is what replay calls, too.
+
+The cost of a load on a node is what it adds to everybody's waiting there, in seconds: the rows that want it wait for what the link has
+before it and for the load itself, those whose turn comes after it wait for it, and what its memory displaces would have saved its own.
+Links serve demand in Smith's order (`core.planner`), so a load waits for what is denser (rows per second of load) and holds up what is
+not. Ready beats moving, moving beats placed, and none of them is loaded again. No load of a burst queues behind another while the link of
+a node is idle on which it would be ready no later. Covers neither whether a model is worth loading at all (`controller.planning`), nor a
+second copy (`core.routing_shares`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from prefetcher.core.compiled import kernel, kernel_part
+from prefetcher.core.references import by_reference
+from prefetcher.core.rendezvous import by_rendezvous
+
+__all__ = ["At", "Burst", "Placed", "Site", "Wanted", "burst_of", "place", "place_together"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+#: What was placed and did not begin moves when it costs less than this share elsewhere, and not for less than so many seconds a row: a
+#: report is a second old, and a link that looks busy for one is no reason.
+_MOVES_AT = 0.5
+_MOVES_S = 2.0
+#: Costs that differ by less count as equal, and hashing decides: a model stays where it was last.
+_SAME_RATIO = 0.05
+_SAME_S = 0.05
+#: Rounds of putting single loads elsewhere; two or three are the rule.
+_ROUNDS = 16
+
+
+class At(IntEnum):
+    """Where a model is at a node."""
+
+    UNKNOWN = 0  #: it can't be loaded there
+    ABSENT = 1
+    PLACED = 2  #: decided, not begun, and nobody waits there
+    MOVING = 3  #: on the link, or demand waits for the link
+    READY = 4
+
+
+UNKNOWN, ABSENT, PLACED, MOVING, READY = (int(at) for at in At)
+
+
+class Burst(NamedTuple):
+    """W models that are wanted together and the N nodes that they may go to; shapes in brackets.
+
+    By model: `rows` float64[W] that wait for it, or are expected to, above 0; `size` float64[W] in bytes; `class_of` int64[W], the number
+    of the quota that it falls under, −1 for none. By model and node: `load_s` float64[W, N], how long it takes the link, above 0; `at`
+    int8[W, N] (`At`); `ready_in_s` float64[W, N] of what is moving; `rank` int64[W, N], the model's preference where costs are equal, 0
+    first. By node: `running_s` float64[N], what is left of the load that runs and does not yield; `free` float64[N], bytes that are not
+    taken and not in a reserve; `evictable` float64[N], bytes that could go; `displaced_s` float64[N], the seconds of waiting that each of
+    those would save. By node and place in its queue, in any order, zeros where there is none: `queue_s` float64[N, Q], link time of the
+    loads that wait, and `queue_rows` float64[N, Q] that wait for each. `quota_left` float64[C, N], bytes by class and node.
+    """
+
+    rows: Floats
+    size: Floats
+    class_of: Ints
+    load_s: Floats
+    at: npt.NDArray[np.int8]
+    ready_in_s: Floats
+    rank: Ints
+    running_s: Floats
+    free: Floats
+    evictable: Floats
+    displaced_s: Floats
+    queue_s: Floats
+    queue_rows: Floats
+    quota_left: Floats
+
+
+class _Work(NamedTuple):
+    """What is decided so far. `loading` int64[W]: the node on which a model of the burst is loaded, −1 for none; `free` and `quota_left`
+    as that leaves them, below 0 for what it evicts; by model and node its `wait`, `cost` and whether it `fits`."""
+
+    loading: Ints
+    cached: Flags
+    free: Floats
+    quota_left: Floats
+    wait: Floats
+    cost: Floats
+    fits: Flags
+
+
+@kernel_part
+def _look(burst: Burst, work: _Work, w: int, n: int) -> None:
+    """Prices model `w` at node `n` beside all that is loaded there; its own memory is not taken."""
+    if burst.at[w, n] == UNKNOWN:
+        return
+    own_s, own_rows = burst.load_s[w, n], burst.rows[w]
+    before_s, behind = burst.running_s[n], 0.0
+    for q in range(burst.queue_s.shape[1]):
+        if burst.queue_rows[n, q] * own_s >= own_rows * burst.queue_s[n, q]:
+            before_s += burst.queue_s[n, q]
+        else:
+            behind += burst.queue_rows[n, q]
+    for other in range(len(work.loading)):
+        if work.loading[other] != n or other == w:
+            continue
+        theirs, ours = burst.rows[other] * own_s, own_rows * burst.load_s[other, n]
+        if theirs > ours or (theirs == ours and other < w):
+            before_s += burst.load_s[other, n]
+        else:
+            behind += burst.rows[other]
+    free, c = max(work.free[n], 0.0), burst.class_of[w]
+    # What the burst evicts already is no longer there to be evicted.
+    room = free + burst.evictable[n] + min(work.free[n], 0.0)
+    work.fits[w, n] = burst.size[w] <= room and (c < 0 or burst.size[w] <= work.quota_left[c, n])
+    work.wait[w, n] = before_s + own_s
+    work.cost[w, n] = own_rows * (before_s + own_s) + own_s * behind
+    if work.fits[w, n]:
+        work.cost[w, n] += max(0.0, burst.size[w] - free) * burst.displaced_s[n]
+
+
+@kernel_part
+def _put(burst: Burst, work: _Work, w: int, n: int) -> None:
+    """Loads `w` on `n`, with memory where there is some."""
+    work.loading[w], work.cached[w] = n, work.fits[w, n]
+    if work.cached[w]:
+        work.free[n] -= burst.size[w]
+        if burst.class_of[w] >= 0:
+            work.quota_left[burst.class_of[w], n] -= burst.size[w]
+
+
+@kernel_part
+def _take_back(burst: Burst, work: _Work, w: int) -> None:
+    n = work.loading[w]
+    if work.cached[w]:
+        work.free[n] += burst.size[w]
+        if burst.class_of[w] >= 0:
+            work.quota_left[burst.class_of[w], n] += burst.size[w]
+    work.loading[w] = -1
+
+
+@kernel_part
+def _is_idle(burst: Burst, work: _Work, n: int) -> bool:
+    if burst.running_s[n] > 0.0:
+        return False
+    for q in range(burst.queue_s.shape[1]):
+        if burst.queue_s[n, q] > 0.0:
+            return False
+    return not bool((work.loading == n).any())
+
+
+@kernel_part
+def _best_node(burst: Burst, work: _Work, w: int, idle: Flags) -> tuple[int, float]:
+    """The node for `w`, and what it would cost more without it; −1 where none can load it.
+
+    Where it fits nowhere, the one that serves it soonest without caching it. No busy one while it is ready no later on an idle one.
+    """
+    nodes = len(burst.running_s)
+    some_fit = False
+    for n in range(nodes):
+        some_fit = some_fit or (burst.at[w, n] != UNKNOWN and work.fits[w, n])
+    idle_wait = np.inf
+    for n in range(nodes):
+        if burst.at[w, n] != UNKNOWN and (work.fits[w, n] or not some_fit) and idle[n]:
+            idle_wait = min(idle_wait, work.wait[w, n])
+    least, second = np.inf, np.inf
+    for n in range(nodes):
+        if _may_go(burst, work, w, n, some_fit, idle, idle_wait):
+            if work.cost[w, n] < least:
+                least, second = work.cost[w, n], least
+            else:
+                second = min(second, work.cost[w, n])
+    best = -1
+    same = least + _SAME_RATIO * least + _SAME_S * burst.rows[w]
+    for n in range(nodes):
+        preferred = best < 0 or burst.rank[w, n] < burst.rank[w, best]
+        if preferred and _may_go(burst, work, w, n, some_fit, idle, idle_wait) and work.cost[w, n] <= same:
+            best = n
+    return best, second - least if second < np.inf else np.inf
+
+
+@kernel_part
+def _may_go(burst: Burst, work: _Work, w: int, n: int, some_fit: bool, idle: Flags, idle_wait: float) -> bool:
+    if burst.at[w, n] == UNKNOWN or (some_fit and not work.fits[w, n]):
+        return False
+    return bool(idle[n] or work.wait[w, n] < idle_wait)
+
+
+@kernel_part
+def _most_present(burst: Burst, w: int) -> int:
+    """The node where `w` is ready, or else is moving and comes first; −1 for neither."""
+    best = -1
+    for n in range(len(burst.running_s)):
+        if burst.at[w, n] < MOVING:
+            continue
+        if best < 0 or burst.at[w, n] > burst.at[w, best]:
+            best = n
+        elif burst.at[w, n] == burst.at[w, best]:
+            ahead_s = 0.0 if burst.at[w, n] == READY else burst.ready_in_s[w, best] - burst.ready_in_s[w, n]
+            if ahead_s > 0.0 or (ahead_s == 0.0 and burst.rank[w, n] < burst.rank[w, best]):
+                best = n
+    return best
+
+
+@kernel_part
+def _stays(burst: Burst, work: _Work, w: int) -> int:
+    """The node where `w` was placed and stays, or −1: it was not, or it is far better off elsewhere."""
+    placed = -1
+    for n in range(len(burst.running_s)):
+        _look(burst, work, w, n)
+        if burst.at[w, n] == PLACED and (placed < 0 or burst.rank[w, n] < burst.rank[w, placed]):
+            placed = n
+    if placed < 0 or not work.fits[w, placed]:
+        return -1
+    here, least = work.cost[w, placed], np.inf
+    for n in range(len(burst.running_s)):
+        if burst.at[w, n] != UNKNOWN and work.fits[w, n]:
+            least = min(least, work.cost[w, n])
+    return placed if least >= _MOVES_AT * here or here - least < _MOVES_S * burst.rows[w] else -1
+
+
+@kernel_part
+def _densest_s(burst: Burst, w: int) -> float:
+    """The rows of `w` per second of its shortest load."""
+    least = np.inf
+    for n in range(len(burst.running_s)):
+        if burst.at[w, n] != UNKNOWN:
+            least = min(least, burst.load_s[w, n])
+    return float(burst.rows[w] / least)
+
+
+@kernel
+def place_together(burst: Burst) -> tuple[Ints, Flags, Floats]:
+    """The node of each model: int64[W], −1 where none can load it; whether it finds memory there: bool[W] (else it is served without being
+    cached); and how long its rows wait: float64[W], seconds, NaN without a node.
+
+    Ties fall to the lower rank, between models to the earlier one: whoever wants one answer for every order of models sorts them
+    (`place` does). Bounded by W²·N·(W + Q) steps.
+    """
+    burst = by_reference(burst)
+    models, nodes = burst.load_s.shape
+    shape = (models, nodes)
+    fresh = _Work(
+        np.full(models, -1, np.int64), np.ones(models, np.bool_), burst.free.copy(), burst.quota_left.copy(),
+        np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(shape, np.bool_),
+    )  # fmt: skip
+    work = by_reference(fresh)
+    there = np.empty(models, np.int64)
+    loose = np.zeros(models, np.bool_)
+    left = 0
+    for w in range(models):
+        there[w] = _most_present(burst, w)
+    for w in range(models):
+        if there[w] >= 0:
+            continue
+        stays = _stays(burst, work, w)
+        if stays >= 0:
+            _put(burst, work, w, stays)
+        else:
+            loose[w] = True
+            left += 1
+    idle = np.empty(nodes, np.bool_)
+    for n in range(nodes):
+        idle[n] = _is_idle(burst, work, n)
+    for w in range(models):
+        if loose[w]:
+            for n in range(nodes):
+                _look(burst, work, w, n)
+    # By regret: whoever loses most by not getting its best node chooses first; then the densest.
+    open_ = loose.copy()
+    while left > 0:
+        chosen, chosen_node, most = -1, -1, 0.0
+        for w in range(models):
+            if not open_[w]:
+                continue
+            n, regret = _best_node(burst, work, w, idle)
+            if chosen < 0 or regret > most or (regret == most and _densest_s(burst, w) > _densest_s(burst, chosen)):
+                chosen, chosen_node, most = w, n, regret
+        open_[chosen] = False
+        left -= 1
+        if chosen_node < 0:
+            loose[chosen] = False
+            continue
+        _put(burst, work, chosen, chosen_node)
+        idle[chosen_node] = False
+        for w in range(models):
+            if open_[w]:
+                _look(burst, work, w, chosen_node)
+    _improve(burst, work, loose, idle)
+    wait = np.full(models, np.nan)
+    for w in range(models):
+        if there[w] >= 0:
+            wait[w] = 0.0 if burst.at[w, there[w]] == READY else burst.ready_in_s[w, there[w]]
+        elif work.loading[w] >= 0:
+            there[w] = work.loading[w]
+            _look(burst, work, w, there[w])
+            wait[w] = work.wait[w, there[w]]
+    # By its own name: the arrays live as long as it does, whatever refers to it.
+    return there, fresh.cached, wait
+
+
+@kernel_part
+def _improve(burst: Burst, work: _Work, loose: Flags, idle: Flags) -> None:
+    """Puts single loads elsewhere as long as that gains, or one queues beside an idle link; in place."""
+    models, nodes = burst.load_s.shape
+    for _ in range(_ROUNDS):
+        changed = False
+        for w in range(models):
+            if not loose[w]:
+                continue
+            here, had_memory = work.loading[w], work.cached[w]
+            _take_back(burst, work, w)
+            idle[here] = _is_idle(burst, work, here)
+            for n in range(nodes):
+                _look(burst, work, w, n)
+            n, _ = _best_node(burst, work, w, idle)
+            gains = work.cost[w, n] + _SAME_RATIO * work.cost[w, here] + _SAME_S * burst.rows[w] < work.cost[w, here]
+            queues = idle[n] and not idle[here] and work.wait[w, n] <= work.wait[w, here]
+            if work.fits[w, n] == had_memory and not gains and not queues:
+                n = here
+            changed = changed or n != here
+            _put(burst, work, w, n)
+            idle[n] = False
+        if not changed:
+            break
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A model that is wanted now or soon: `rows` wait for it, or are expected to (at least a little); `quota` names what it falls under."""
+
+    model: str
+    rows: float
+    size_bytes: float
+    quota: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A node as placement sees it.
+
+    `at` and `ready_in_s` by model, `load_s` by every model that can be loaded there; a model of `load_s` without an `at` is absent.
+    `queue`: (seconds of link, rows that wait) of what waits for the link; `quota_left`: bytes by quota, none where it is not named. The
+    rest as in `Burst`.
+    """
+
+    node: str
+    load_s: Mapping[str, float]
+    at: Mapping[str, At] = field(default_factory=dict)
+    ready_in_s: Mapping[str, float] = field(default_factory=dict)
+    running_s: float = 0.0
+    queue: Sequence[tuple[float, float]] = ()
+    free_bytes: float = 0.0
+    evictable_bytes: float = 0.0
+    displaced_s_per_byte: float = 0.0
+    quota_left: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a model goes: what it is `at` there now, how long its rows wait, and whether it finds memory."""
+
+    model: str
+    node: str
+    at: At
+    wait_s: float
+    cached: bool = True
+
+
+#: Rows are above 0 in the kernel, seconds of a load too.
+_LEAST_ROWS = 1e-6
+_LEAST_S = 1e-6
+
+
+@lru_cache(maxsize=4096)
+def _ranked(model: str, names: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(by_rendezvous(model, names))
+
+
+def burst_of(wanted: Sequence[Wanted], sites: Sequence[Site]) -> Burst:
+    """The arrays of `place_together`, in the order of `wanted` and `sites`."""
+    shape = (len(wanted), len(sites))
+    classes = sorted({want.quota for want in wanted} - {""})
+    names = tuple(site.node for site in sites)
+    longest = max((len(site.queue) for site in sites), default=0)
+    at, load_s, ready_in_s, rank = np.zeros(shape, np.int8), np.full(shape, np.inf), np.zeros(shape), np.zeros(shape, np.int64)
+    queue_s, queue_rows = np.zeros((len(sites), longest)), np.zeros((len(sites), longest))
+    for w, want in enumerate(wanted):
+        rank[w, list(_ranked(want.model, names))] = np.arange(len(names))
+        for n, site in enumerate(sites):
+            takes_s = site.load_s.get(want.model)
+            found = site.at.get(want.model, At.UNKNOWN if takes_s is None else At.ABSENT)
+            at[w, n] = int(found)
+            ready_in_s[w, n] = site.ready_in_s.get(want.model, 0.0)
+            load_s[w, n] = np.inf if takes_s is None else max(takes_s, _LEAST_S)
+            if takes_s is None and found in (At.ABSENT, At.PLACED):
+                at[w, n] = UNKNOWN
+    for n, site in enumerate(sites):
+        for q, (takes_s, rows) in enumerate(sorted(site.queue)):
+            queue_s[n, q], queue_rows[n, q] = takes_s, rows
+    return Burst(
+        rows=np.array([max(want.rows, _LEAST_ROWS) for want in wanted], np.float64),
+        size=np.array([want.size_bytes for want in wanted], np.float64),
+        class_of=np.array([classes.index(want.quota) if want.quota else -1 for want in wanted], np.int64),
+        load_s=load_s,
+        at=at,
+        ready_in_s=ready_in_s,
+        rank=rank,
+        running_s=np.array([site.running_s for site in sites], np.float64),
+        free=np.array([site.free_bytes for site in sites], np.float64),
+        evictable=np.array([site.evictable_bytes for site in sites], np.float64),
+        displaced_s=np.array([site.displaced_s_per_byte for site in sites], np.float64),
+        queue_s=queue_s,
+        queue_rows=queue_rows,
+        quota_left=np.array([[site.quota_left.get(name, np.inf) for site in sites] for name in classes], np.float64).reshape(
+            len(classes), len(sites)
+        ),
+    )
+
+
+def place(wanted: Sequence[Wanted], sites: Sequence[Site]) -> dict[str, Placed]:
+    """By model, where it goes; models that no node can load are left out. The same for every order of `wanted` and `sites`; a model that
+    is named twice is wanted by the rows of both."""
+    rows: dict[str, float] = {}
+    for want in wanted:
+        rows[want.model] = rows.get(want.model, 0.0) + want.rows
+    of = {want.model: want for want in sorted(wanted, key=lambda want: (want.model, want.quota), reverse=True)}
+    merged = [Wanted(model, rows[model], of[model].size_bytes, of[model].quota) for model in sorted(of)]
+    sites = sorted(sites, key=lambda site: site.node)
+    if not merged or not sites:
+        return {}
+    burst = burst_of(merged, sites)
+    node, cached, wait = place_together(burst)
+    return {
+        want.model: Placed(want.model, sites[n].node, At(int(burst.at[w, n])), float(wait[w]), bool(cached[w]))
+        for w, (want, n) in enumerate(zip(merged, node.tolist(), strict=True))
+        if n >= 0
+    }
