@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.compiled import kernel, kernel_part
+from prefetcher.core.compiled import is_compiled, kernel, kernel_part
 from prefetcher.core.references import by_reference
 from prefetcher.core.rendezvous import by_rendezvous
 
@@ -435,7 +435,9 @@ def place(wanted: Sequence[Wanted], sites: Sequence[Site]) -> dict[str, Placed]:
     if not merged or not sites:
         return {}
     burst = burst_of(merged, sites)
-    node, cached, wait = place_together(burst)
+    # Uncompiled it takes milliseconds for the bursts of a live fleet; compiling it takes longer than any of them may wait.
+    decide = place_together if is_compiled(place_together) else place_together.py_func
+    node, cached, wait = decide(burst)
     return {
         want.model: Placed(want.model, sites[n].node, At(int(burst.at[w, n])), float(wait[w]), bool(cached[w]))
         for w, (want, n) in enumerate(zip(merged, node.tolist(), strict=True))
