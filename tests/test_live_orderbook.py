@@ -72,7 +72,7 @@ def test_what_is_idle_and_what_is_wasted_with_what_is_still_held() -> None:
     assert totals["held_byte_seconds"] == 1000.0 + 1000.0 + 2000.0
     assert totals["idle_byte_seconds"] == 600.0 + 600.0 + 2000.0
     assert totals["wasted_byte_seconds"] == 2000.0
-    assert totals["early_byte_seconds"] == 1000 * 19.0
+    assert totals["early_byte_seconds"] == 100 * 19.0
     again = book.totals([], Arm.TREATED)
     assert (again["held_byte_seconds"], again["wasted_byte_seconds"]) == (2000.0, 0.0), "nothing of what goes on is kept"
 

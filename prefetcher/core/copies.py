@@ -89,6 +89,8 @@ class Copy:
     bytes_done: int = 0
     segment_start_s: float = 0.0
     segment_from_bytes: int = 0
+    #: How long its bytes moved so far, pauses left out.
+    moved_s: float = 0.0
     #: The prefetch that started its transfer.
     decision_id: DecisionId | None = None
     #: The prefetch that it answers, from ready to the end.
@@ -113,6 +115,7 @@ class Row:
     ts: float
     found: Found
     seen_s: float
+    tenant: str = ""
 
 
 @dataclass(slots=True)

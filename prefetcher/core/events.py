@@ -114,13 +114,14 @@ class Requested:
     """A request row was seen: demand. `ts` is the row's own time; waits count from it.
 
     `index`, where the sender has it, is the weights' index with this row counted in: scores are refreshed before they are compared.
-    `counted`: an unannounced lease was this use already; only the index is news.
+    `counted`: an unannounced lease was this use already; only the index is news. `tenant`: for whom it is, where somebody said so.
     """
 
     target: Target
     ts: float
     index: float | None = None
     counted: bool = False
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

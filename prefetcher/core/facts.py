@@ -12,6 +12,7 @@ from enum import StrEnum
 from prefetcher.core.types import Cause, DecisionId, ModelName, NodeName, Order, Tier, WeightsKey
 
 __all__ = [
+    "STAGE_INTO",
     "Ending",
     "Fact",
     "Found",
@@ -25,6 +26,8 @@ __all__ = [
     "ResidencyEnded",
     "RowSeen",
     "RowServed",
+    "Stage",
+    "StageEnded",
     "TransferEnded",
 ]
 
@@ -98,7 +101,7 @@ class RowSeen:
     """A row (or, with `lease`, a request for a lease) arrived.
 
     A program that sends its row and then asks for a lease is one use, and its lease `announced`; a lease that no row came before is a row
-    as well.
+    as well. `tenant`: for whom it was, where somebody said so.
     """
 
     model: ModelName
@@ -106,6 +109,7 @@ class RowSeen:
     found: Found
     lease: bool = False
     announced: bool = True
+    tenant: str = ""
 
     @property
     def is_row(self) -> bool:
@@ -114,10 +118,10 @@ class RowSeen:
 
 @dataclass(frozen=True, slots=True)
 class RowServed:
-    """The weights were there for it after `wait_s`, from its own time on.
+    """The weights were there for it after `wait_s`, from its own time on, in `tier` (None where it got none).
 
     `bypass`: from the tier below; the wait then ends with the time of that link, as known. `dropped`: it was given up (no weights within
-    the deadline, the holder died); its wait is what it had waited. `lease` and `announced` as in `RowSeen`.
+    the deadline, the holder died); its wait is what it had waited. `lease`, `announced` and `tenant` as in `RowSeen`.
     """
 
     model: ModelName
@@ -128,6 +132,8 @@ class RowServed:
     dropped: bool = False
     lease: bool = False
     announced: bool = True
+    tier: Tier | None = None
+    tenant: str = ""
 
     @property
     def is_row(self) -> bool:
@@ -146,6 +152,33 @@ class TransferEnded:
     bytes: int
     cause: Cause
     decision_id: DecisionId | None = None
+
+
+class Stage(StrEnum):
+    """The stages of a cold start, from the object store to the first answer."""
+
+    FETCH = "fetch"  # remote to disk
+    READ = "read"  # disk to host memory
+    COPY = "copy"  # host to device memory
+    ENGINE_START = "engine_start"
+    WARM_UP = "warm_up"
+
+
+#: The stage that a transfer into a tier is.
+STAGE_INTO = {Tier.DISK: Stage.FETCH, Tier.HOST: Stage.READ, Tier.DEVICE: Stage.COPY}
+
+
+@dataclass(frozen=True, slots=True)
+class StageEnded:
+    """One stage of bringing weights near was done at `end_s`, and took `took_s`, pauses left out. A load that failed has none.
+
+    The residency machine tells of transfers; whoever starts engines tells of the others.
+    """
+
+    key: WeightsKey
+    stage: Stage
+    end_s: float
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +217,7 @@ Fact = (
     | RowSeen
     | RowServed
     | TransferEnded
+    | StageEnded
     | ResidencyEnded
     | NodeLost
 )

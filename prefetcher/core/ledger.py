@@ -1,207 +1,91 @@
 """What became of every prefetch, and what waiting and memory it cost: facts in, records and totals out.
 
 Fed with `core.facts` in the order in which they happened; pure. A record is closed, and handed out to be kept elsewhere, once nothing can
-change it any more, so that memory stays bounded by what is open. Totals are kept twice: by model, cause, arm and hour for as long as hours
-are kept, and by cause and arm for ever. Times are seconds since 1970-01-01 UTC, sizes bytes; byte-seconds over 3.6e12 are GB·h.
+change it any more, so that memory stays bounded by what is open. Totals are kept twice: by `TotalsKey` and hour for as long as hours are
+kept, and by cause and arm for ever. What outcome an order has, `core.outcomes` says. Times are seconds since 1970-01-01 UTC, sizes bytes;
+byte-seconds over 3.6e12 are GB·h.
 
-Outcomes, with begin b, ready t1, first use u and end e of an order (exactly one each):
-
-| outcome      | when                                              | settled at |
-| ------------ | ------------------------------------------------- | ---------- |
-| `timely`     | t1 <= u                                           | u          |
-| `late`       | b <= u < t1                                       | t1         |
-| `useless`    | ready, given up unused for any reason but room    | e          |
-| `displaced`  | ready, evicted unused to make room                | e          |
-| `superseded` | ended before bytes moved                          | e          |
-| `cancelled`  | stopped after bytes moved and before ready        | e          |
-| `failed`     | the load failed                                   | e          |
-| `lost`       | the node, or its agent's process, is gone         | e          |
-
-A row that is heard of late may make an order `late` when it is ready already.
+Orders count in the hour of their issue, rows in that of their arrival, transfers in that of their end; memory in each hour by as much as
+was held in it, once it is given back. What is still held is none of the ledger's yet: `held_entries` names it, and `core.held` adds it up
+in the same way. A sum only ever grows, so whoever was told a sum replaces the one before. An hour that is no longer kept is handed out;
+what changes it later is another part of it (`changed_sums`), to be added to the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from prefetcher.core import facts
-from prefetcher.core.facts import Ending, Fact, Found
+from prefetcher.core.facts import Ending, Fact
+from prefetcher.core.held import HeldEntry, add_memory
+from prefetcher.core.histogram import bin_of
+from prefetcher.core.outcomes import OrderEntry, outcome_of
+from prefetcher.core.totals import HOUR_S, Totals, TotalsKey, add_amounts, sum_totals
 from prefetcher.core.types import Arm, Cause, DecisionId, ModelName, Order, Outcome, Tier
 from prefetcher.errors import InputError
 
-__all__ = ["Ledger", "OrderEntry", "Totals", "TotalsKey", "outcome_of", "sum_totals"]
+__all__ = ["FIRST_GAP_S", "SLOT_S", "Ledger", "OrderEntry", "Sum", "Totals", "TotalsKey", "outcome_of", "sum_totals"]
 
-_FORMAT = 1
-_HOUR_S = 3600.0
-
-_BY_ENDING = {
-    Ending.GIVEN_UP: Outcome.USELESS,
-    Ending.DISPLACED: Outcome.DISPLACED,
-    Ending.REPLACED: Outcome.SUPERSEDED,
-    Ending.CANCELLED: Outcome.CANCELLED,
-    Ending.FAILED: Outcome.FAILED,
-    Ending.LOST: Outcome.LOST,
-}
-#: Outcomes that say nothing about how well was guessed.
-_UNJUDGED = (Outcome.OPEN, Outcome.SUPERSEDED, Outcome.CANCELLED)
+#: 1 had no parts of hours, and nothing of tiers, predictors, sources and tenants.
+_FORMAT = 2
+#: A request is the first one of its model when none came on this node for so long before: the hold, and the horizon that serves best. A
+#: property of traffic alone, so that no policy changes what is counted.
+FIRST_GAP_S = 600.0
+#: First requests are also counted in slots, for burn rates that look back an hour and six.
+SLOT_S = 300.0
+_SLOTS_KEPT_S = 7 * HOUR_S
+#: Tenants that one ledger tells apart; requests of further ones count as of `others`.
+_MOST_TENANTS = 200
+_OTHERS = "others"
 
 
-@dataclass(slots=True)
-class OrderEntry:
-    """One order's record. `moved_bytes` were moved for it, in `moving_s`; flags are None while they can't be known."""
+class Sum(NamedTuple):
+    """A sum as it stands: of `part` of the key's hour. `change` is the number of its last change."""
 
-    order: Order
-    bytes: int
-    begin_s: float | None = None
-    ready_s: float | None = None
-    first_use_s: float | None = None
-    end_s: float | None = None
-    ending: Ending | None = None
-    reason: str = ""
-    moved_bytes: int = 0
-    moving_s: float = 0.0
-    premature: bool = False
-    redundant: bool | None = None
-
-    @property
-    def outcome(self) -> Outcome:
-        return outcome_of(self.ready_s, self.first_use_s, self.ending)
-
-    @property
-    def early_s(self) -> float:
-        """How long it was ready before its first use, or its end."""
-        until_s = self.first_use_s if self.first_use_s is not None else self.end_s
-        return 0.0 if self.ready_s is None or until_s is None else max(0.0, until_s - self.ready_s)
-
-    @property
-    def saved_s(self) -> float:
-        """How long its bytes had moved before somebody wanted them: that much less was waited for. 0 unless it was used."""
-        if self.ready_s is None or self.first_use_s is None:
-            return 0.0
-        return max(0.0, self.moving_s - max(0.0, self.ready_s - self.first_use_s))
+    part: int
+    key: TotalsKey
+    totals: Totals
+    change: int
 
 
-def outcome_of(ready_s: float | None, first_use_s: float | None, ending: Ending | None) -> Outcome:
-    """The one outcome of an order, as the table above says."""
-    if ready_s is not None and first_use_s is not None:
-        return Outcome.TIMELY if ready_s <= first_use_s else Outcome.LATE
-    return Outcome.OPEN if ending is None else _BY_ENDING[ending]
+class _Behind(NamedTuple):
+    """What of an order its memory is booked under."""
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class TotalsKey:
-    """Orders count in the hour of their issue, rows in that of their arrival, transfers and memory in that of their end."""
-
-    model: ModelName
-    cause: Cause
     arm: Arm
-    hour: int
+    predictor: str
+    source: str
 
 
-def _key(model: ModelName, cause: Cause, arm: Arm, at_s: float) -> TotalsKey:
-    return TotalsKey(model, cause, arm, int(at_s // _HOUR_S))
-
-
-class Totals(msgspec.Struct, omit_defaults=True):
-    """Sums over one key. `wait_s` sums over all rows, `cold_starts` are rows that found nothing resident, moving or queued.
-
-    Memory is that of HOST and above. What a person loaded or pinned (`manual`) is never wasted: nobody guessed.
-    """
-
-    orders: int = 0
-    outcomes: dict[Outcome, int] = msgspec.field(default_factory=dict)
-    premature: int = 0
-    redundant: int = 0
-    saved_s: float = 0.0
-    early_byte_s: float = 0.0
-    wasted_moved_bytes: int = 0
-    moved_bytes: int = 0
-    held_byte_s: float = 0.0
-    idle_byte_s: float = 0.0
-    wasted_byte_s: float = 0.0
-    rows: int = 0
-    found: dict[Found, int] = msgspec.field(default_factory=dict)
-    bypassed: int = 0
-    dropped: int = 0
-    wait_s: float = 0.0
-    leases: int = 0
-    lease_wait_s: float = 0.0
-
-    @property
-    def cold_starts(self) -> int:
-        return self.found.get(Found.ABSENT, 0)
-
-    @property
-    def accuracy(self) -> float | None:
-        """The share of judged prefetches that were used; None before there is one."""
-        judged = sum(n for outcome, n in self.outcomes.items() if outcome not in _UNJUDGED)
-        return self._used / judged if judged else None
-
-    @property
-    def timeliness(self) -> float | None:
-        """The share of used prefetches that were ready in time; None before there is one."""
-        return self.outcomes.get(Outcome.TIMELY, 0) / self._used if self._used else None
-
-    @property
-    def _used(self) -> int:
-        return self.outcomes.get(Outcome.TIMELY, 0) + self.outcomes.get(Outcome.LATE, 0)
-
-
-def sum_totals(parts: Iterable[Totals]) -> Totals:
-    """One `Totals` over many."""
-    total = Totals()
-    for part in parts:
-        for name in Totals.__struct_fields__:
-            value = getattr(part, name)
-            if isinstance(value, dict):
-                _count(getattr(total, name), value)
-            else:
-                setattr(total, name, getattr(total, name) + value)
-    return total
-
-
-def _count(counts: dict[Any, int], more: dict[Any, int]) -> None:
-    for name, count in more.items():
-        counts[name] = counts.get(name, 0) + count
-
-
-def _memory(fact: facts.ResidencyEnded) -> tuple[float, float, float]:
-    """Byte-seconds held, idle, and wasted."""
-    idle_from_s = fact.last_use_s if fact.last_use_s is not None else fact.start_s
-    idle = fact.bytes * (fact.end_s - idle_from_s)
-    guessed = fact.decision_id is not None and fact.cause is not Cause.MANUAL
-    return fact.bytes * (fact.end_s - fact.start_s), idle, idle if guessed and fact.last_use_s is None else 0.0
-
-
-class _State(msgspec.Struct):
+class _State(msgspec.Struct, omit_defaults=True):
     format: int
     open: list[OrderEntry]
     closed: list[OrderEntry]
     changed: list[DecisionId]
     hours: list[list[tuple[TotalsKey, Totals]]]
     lifetime: list[tuple[Cause, Arm, Totals]]
-
-
-class _Encoded(msgspec.Struct):
-    """`_State` with hours that are JSON already."""
-
-    format: int
-    open: list[OrderEntry]
-    closed: list[OrderEntry]
-    changed: list[DecisionId]
-    hours: list[msgspec.Raw]
-    lifetime: list[tuple[Cause, Arm, Totals]]
+    parts: dict[int, int] = {}
+    part: int = 0
+    handed_out: int = 0
+    untold: list[TotalsKey] = []
+    behind: dict[DecisionId, _Behind] = {}
+    last_rows: dict[ModelName, float] = {}
+    firsts: dict[ModelName, list[float]] = {}
+    slots: dict[int, dict[int, int]] = {}
+    tenants: list[str] = []
 
 
 class Ledger:
-    """Adds facts up. Totals of hours that are older than `keep_hours` are handed out by `take_old_totals`."""
+    """Adds facts up. Totals of hours that are older than `keep_hours` are handed out by `take_old_totals`.
 
-    def __init__(self, *, keep_hours: int = 48) -> None:
+    With `tells`, it knows which sums changed and were not told yet (`changed_sums`, `sums_told`), and keeps their hours until they were.
+    """
+
+    def __init__(self, *, keep_hours: int = 48, tells: bool = False) -> None:
         self._keep_hours = keep_hours
+        self._tells = tells
         self._open: dict[str, OrderEntry] = {}
         #: Ended, and not handed out yet; those that ended unused may still turn out premature.
         self._closed: dict[str, OrderEntry] = {}
@@ -211,6 +95,21 @@ class Ledger:
         #: Hours as JSON; what is over hardly changes any more.
         self._as_json: dict[int, msgspec.Raw] = {}
         self._lifetime: dict[tuple[Cause, Arm], Totals] = {}
+        #: Which part of an hour is kept, where it is not the first; numbers are given once.
+        self._parts: dict[int, int] = {}
+        self._part = 0
+        #: Hours before this one were handed out, if there were any.
+        self._handed_out = 0
+        #: Sums that changed since they were told, with the number of their last change.
+        self._untold: dict[TotalsKey, int] = {}
+        self._changes = 0
+        #: Orders whose memory is not booked yet.
+        self._behind: dict[DecisionId, _Behind] = {}
+        self._last_rows: dict[ModelName, float] = {}
+        #: First requests that wait.
+        self._firsts: dict[ModelName, list[float]] = {}
+        self._slots: dict[int, dict[int, int]] = {}
+        self._tenants: dict[str, None] = {}
 
     # --- in ---
 
@@ -229,6 +128,7 @@ class Ledger:
                 if (begun := self._open.get(decision_id)) is not None and begun.begin_s is None:
                     begun.begin_s = at_s
                     self._changed[decision_id] = None
+                    self._behind[decision_id] = _behind(begun.order)
             case facts.OrderReady(decision_id, at_s):
                 return self._ready(decision_id, at_s)
             case facts.OrderUsed(decision_id, at_s):
@@ -240,6 +140,7 @@ class Ledger:
                 self._redundant(decision_id, redundant)
             case facts.NodeLost(node, at_s):
                 there = [entry for entry in self._open.values() if entry.order.node == node]
+                self._behind.clear()
                 return [settled for entry in there for settled in self._end(entry, at_s, Ending.LOST, "node_lost")]
             case facts.RowSeen():
                 self._row_seen(fact, arm)
@@ -247,6 +148,9 @@ class Ledger:
                 self._row_served(fact, arm)
             case facts.TransferEnded():
                 self._transfer(fact, arm)
+            case facts.StageEnded(key, stage, end_s, took_s):
+                name = f"{stage.value}:{bin_of(took_s)}"
+                self._add(_key(key.model, Cause.DEMAND, arm, end_s), stage_s={stage.value: took_s}, stage_bins={name: 1})
             case facts.ResidencyEnded():
                 self._residency(fact, arm)
         return []
@@ -268,12 +172,10 @@ class Ledger:
         return self._settle(entry) if entry.ready_s is not None else []
 
     def _settle(self, entry: OrderEntry) -> list[OrderEntry]:
-        self._add(
-            self._of_order(entry),
-            outcomes={entry.outcome: 1},
-            early_byte_s=entry.bytes * entry.early_s,
-            saved_s=entry.saved_s,
-        )
+        key = self._of_order(entry)
+        self._add(key, outcomes={entry.outcome: 1}, saved_s=entry.saved_s)
+        if entry.early_s > 0.0 and entry.ready_s is not None:
+            add_memory(self._add, key, "early_byte_s", entry.ready_s, entry.ready_s + entry.early_s, entry.bytes)
         return [entry]
 
     def _end(self, entry: OrderEntry, at_s: float, ending: Ending, reason: str) -> list[OrderEntry]:
@@ -297,11 +199,15 @@ class Ledger:
             self._add(self._of_order(entry), redundant=int(redundant))
 
     def _row_seen(self, fact: facts.RowSeen, arm: Arm) -> None:
-        key = _key(fact.model, Cause.DEMAND, arm, fact.ts)
+        key = self._of_row(fact, arm)
         if fact.lease:
             self._add(key, leases=1)
         if fact.is_row:
             self._add(key, rows=1, found={fact.found: 1})
+            last_s = self._last_rows.get(fact.model, float("-inf"))
+            if fact.ts - last_s >= FIRST_GAP_S:
+                self._firsts.setdefault(fact.model, []).append(fact.ts)
+            self._last_rows[fact.model] = max(last_s, fact.ts)
         for decision_id in self._watched.get(fact.model, ()):
             entry = self._closed[decision_id]
             assert entry.end_s is not None
@@ -311,45 +217,104 @@ class Ledger:
                 self._add(self._of_order(entry), premature=1)
 
     def _row_served(self, fact: facts.RowServed, arm: Arm) -> None:
-        key = _key(fact.model, Cause.DEMAND, arm, fact.ts)
+        key = self._of_row(fact, arm)
         if fact.lease:
             self._add(key, lease_wait_s=fact.wait_s)
-        if fact.is_row:
-            self._add(key, wait_s=fact.wait_s, bypassed=int(fact.bypass), dropped=int(fact.dropped))
+        if not fact.is_row:
+            return
+        wait_bin, tier = bin_of(fact.wait_s), "none" if fact.tier is None else fact.tier.name.lower()
+        self._add(
+            key,
+            wait_s=fact.wait_s,
+            bypassed=int(fact.bypass),
+            dropped=int(fact.dropped),
+            waits={wait_bin: 1},
+            served={tier: 1},
+            served_wait_s={tier: fact.wait_s},
+        )
+        waiting = self._firsts.get(fact.model, [])
+        if fact.ts in waiting:
+            waiting.remove(fact.ts)
+            if not waiting:
+                del self._firsts[fact.model]
+            self._add(key, first_waits={wait_bin: 1})
+            slot = self._slots.setdefault(int(fact.ts // SLOT_S), {})
+            slot[wait_bin] = slot.get(wait_bin, 0) + 1
+
+    def _of_row(self, fact: facts.RowSeen | facts.RowServed, arm: Arm) -> TotalsKey:
+        tenant = fact.tenant
+        if tenant and tenant not in self._tenants:
+            if len(self._tenants) >= _MOST_TENANTS:
+                tenant = _OTHERS
+            else:
+                self._tenants[tenant] = None
+        return TotalsKey(fact.model, Cause.DEMAND, arm, int(fact.ts // HOUR_S), tenant=tenant)
 
     def _transfer(self, fact: facts.TransferEnded, arm: Arm) -> None:
         entry = self._open.get(fact.decision_id) if fact.decision_id is not None else None
         if entry is not None:
             entry.moved_bytes += fact.bytes
             entry.moving_s += fact.end_s - fact.start_s
-        self._add(_key(fact.key.model, fact.cause, self._arm(fact.decision_id, arm), fact.end_s), moved_bytes=fact.bytes)
+        key = self._of_memory(fact.key.model, fact.to_tier, fact.cause, fact.decision_id, arm, fact.end_s)
+        self._add(key, moved_bytes=fact.bytes)
 
     def _residency(self, fact: facts.ResidencyEnded, arm: Arm) -> None:
-        if fact.tier < Tier.HOST:
-            return
-        held, idle, wasted = _memory(fact)
-        key = _key(fact.key.model, fact.cause, self._arm(fact.decision_id, arm), fact.end_s)
-        self._add(key, held_byte_s=held, idle_byte_s=idle, wasted_byte_s=wasted)
+        if fact.tier >= Tier.HOST:
+            for key, amounts in self._entry(fact, arm).memory(fact.end_s):
+                self._add(key, **amounts)
+        if fact.decision_id is not None:
+            self._behind.pop(fact.decision_id, None)
 
-    def _arm(self, decision_id: DecisionId | None, arm: Arm) -> Arm:
-        entry = None if decision_id is None else self._open.get(decision_id) or self._closed.get(decision_id)
-        return arm if entry is None else entry.order.arm
+    def _entry(self, fact: facts.ResidencyEnded, arm: Arm) -> HeldEntry:
+        """The memory of `fact` as something that is held; what was in use to the end has no last use."""
+        behind = self._behind_of(fact.decision_id, arm)
+        open_order = self._open.get(fact.decision_id) if fact.decision_id is not None else None
+        waits_for_use = open_order is not None and open_order.ready_s is not None and open_order.outcome is Outcome.OPEN
+        return HeldEntry(
+            model=fact.key.model,
+            version=fact.key.version,
+            tier=fact.tier.name.lower(),
+            cause=fact.cause,
+            arm=behind.arm,
+            bytes=fact.bytes,
+            start_s=fact.start_s,
+            last_use_s=fact.last_use_s,
+            in_use=fact.last_use_s is not None and fact.last_use_s >= fact.end_s,
+            guessed=fact.decision_id is not None and fact.cause is not Cause.MANUAL,
+            early_from_s=open_order.ready_s if open_order is not None and waits_for_use else None,
+            predictor=behind.predictor,
+            source=behind.source,
+        )
+
+    def _of_memory(self, model: ModelName, tier: Tier, cause: Cause, decision_id: DecisionId | None, arm: Arm, at_s: float) -> TotalsKey:
+        behind = self._behind_of(decision_id, arm)
+        return TotalsKey(model, cause, behind.arm, int(at_s // HOUR_S), tier.name.lower(), behind.predictor, behind.source)
+
+    def _behind_of(self, decision_id: DecisionId | None, arm: Arm) -> _Behind:
+        if decision_id is None:
+            return _Behind(arm, "", "")
+        entry = self._open.get(decision_id) or self._closed.get(decision_id)
+        return _behind(entry.order) if entry is not None else self._behind.get(decision_id, _Behind(arm, "", ""))
 
     def _of_order(self, entry: OrderEntry) -> TotalsKey:
-        order = entry.order
-        return _key(order.key.model, order.cause, order.arm, order.issued_s)
+        order, behind = entry.order, _behind(entry.order)
+        hour, tier = int(order.issued_s // HOUR_S), order.tier.name.lower()
+        return TotalsKey(order.key.model, order.cause, order.arm, hour, tier, behind.predictor, behind.source)
 
     def _add(self, key: TotalsKey, **amounts: Any) -> None:
         """Adds to the hour and to the lifetime; nothing is ever taken away again."""
-        hour = self._totals.setdefault(key.hour, {}).setdefault(key, Totals())
+        hour = self._totals.get(key.hour)
+        if hour is None:
+            hour = self._totals[key.hour] = {}
+            if key.hour < self._handed_out:
+                self._part += 1
+                self._parts[key.hour] = self._part
         self._as_json.pop(key.hour, None)
-        ever = self._lifetime.setdefault((key.cause, key.arm), Totals())
-        for totals in (hour, ever):
-            for name, amount in amounts.items():
-                if isinstance(amount, dict):
-                    _count(getattr(totals, name), amount)
-                else:
-                    setattr(totals, name, getattr(totals, name) + amount)
+        if self._tells:
+            self._changes += 1
+            self._untold[key] = self._changes
+        for totals in (hour.setdefault(key, Totals()), self._lifetime.setdefault((key.cause, key.arm), Totals())):
+            add_amounts(totals, amounts)
 
     # --- out ---
 
@@ -392,36 +357,59 @@ class Ledger:
         """All that was ever added up, by cause and arm; memory that is still held counts as if each of `held` ended now."""
         sums = {key: sum_totals([totals]) for key, totals in self._lifetime.items()}
         for fact in held:
-            if fact.tier < Tier.HOST:
-                continue
-            totals = sums.setdefault((fact.cause, self._arm(fact.decision_id, arm)), Totals())
-            held_byte_s, idle, wasted = _memory(fact)
-            totals.held_byte_s += held_byte_s
-            totals.idle_byte_s += idle
-            totals.wasted_byte_s += wasted
-            entry = self._open.get(fact.decision_id) if fact.decision_id is not None else None
-            if entry is not None and entry.ready_s is not None and entry.outcome is Outcome.OPEN:
-                totals.early_byte_s += entry.bytes * max(0.0, fact.end_s - entry.ready_s)
+            if fact.tier >= Tier.HOST:
+                for key, amounts in self._entry(fact, arm).memory(fact.end_s):
+                    add_amounts(sums.setdefault((key.cause, key.arm), Totals()), amounts)
         return sums
+
+    def held_entries(self, held: Iterable[facts.ResidencyEnded], *, arm: Arm = Arm.TREATED) -> list[HeldEntry]:
+        """What is held and was not added up yet, as it is to be told."""
+        return [self._entry(fact, arm) for fact in held if fact.tier >= Tier.HOST]
+
+    def changed_sums(self) -> list[Sum]:
+        """Sums that changed since they were told, as they stand; in the order of their last change."""
+        return [
+            Sum(self._parts.get(key.hour, 0), key, sum_totals([self._totals[key.hour][key]]), change)
+            for key, change in sorted(self._untold.items(), key=lambda item: item[1])
+        ]
+
+    def sums_told(self, told: Iterable[Sum]) -> None:
+        """Whoever was to know these sums knows them."""
+        for each in told:
+            if self._untold.get(each.key) == each.change:
+                del self._untold[each.key]
+
+    def part_of(self, hour: int) -> int:
+        """The part of `hour` that is kept now; 0 is its first."""
+        return self._parts.get(hour, 0)
+
+    def hour(self, hour: int) -> list[tuple[TotalsKey, Totals]]:
+        """The sums of an hour that are kept, in the order of their keys."""
+        return sorted(self._totals.get(hour, {}).items(), key=lambda item: item[0])
+
+    def slots(self) -> dict[int, dict[int, int]]:
+        """Waits of first requests of the last hours, as bins by slot of `SLOT_S` since 1970."""
+        return self._slots
 
     def take_old_totals(self, now_s: float) -> dict[TotalsKey, Totals]:
         """Totals of hours that are no longer kept, handed out once. An hour that changes later starts a new sum to be added to these."""
-        oldest = int(now_s // _HOUR_S) - self._keep_hours
+        oldest = int(now_s // HOUR_S) - self._keep_hours
+        untold = {key.hour for key in self._untold}
         old: dict[TotalsKey, Totals] = {}
-        for hour in [hour for hour in self._totals if hour < oldest]:
+        for hour in [hour for hour in self._totals if hour < oldest and hour not in untold]:
             old |= self._totals.pop(hour)
             self._as_json.pop(hour, None)
+            self._parts.pop(hour, None)
+        self._handed_out = max(self._handed_out, oldest)
+        self._slots = {slot: bins for slot, bins in self._slots.items() if slot * SLOT_S >= now_s - _SLOTS_KEPT_S}
+        self._last_rows = {model: at_s for model, at_s in self._last_rows.items() if now_s - at_s < FIRST_GAP_S}
         return old
 
     # --- the whole state ---
 
     def snapshot(self) -> dict[str, Any]:
         """Everything that `restore` needs; JSON types only."""
-        hours = [list(hour.items()) for hour in self._totals.values()]
-        state = _State(
-            _FORMAT, list(self._open.values()), list(self._closed.values()), list(self._changed), hours, self._by_cause_and_arm()
-        )
-        built: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
+        built: dict[str, Any] = msgspec.to_builtins(self._state([list(hour.items()) for hour in self._totals.values()]), str_keys=True)
         return built
 
     def encoded(self) -> bytes:
@@ -429,29 +417,63 @@ class Ledger:
         for hour, totals in self._totals.items():
             if hour not in self._as_json:
                 self._as_json[hour] = msgspec.Raw(msgspec.json.encode(list(totals.items())))
-        hours = [self._as_json[hour] for hour in self._totals]
-        return msgspec.json.encode(
-            _Encoded(_FORMAT, list(self._open.values()), list(self._closed.values()), list(self._changed), hours, self._by_cause_and_arm())
+        # Hours that are JSON already stand where a list of their sums would.
+        return msgspec.json.encode(self._state([self._as_json[hour] for hour in self._totals]))
+
+    def _state(self, hours: list[Any]) -> _State:
+        return _State(
+            _FORMAT,
+            list(self._open.values()),
+            list(self._closed.values()),
+            list(self._changed),
+            hours,
+            [(cause, arm, totals) for (cause, arm), totals in self._lifetime.items()],
+            parts=self._parts,
+            part=self._part,
+            handed_out=self._handed_out,
+            untold=[key for key, _ in sorted(self._untold.items(), key=lambda item: item[1])],
+            behind=self._behind,
+            last_rows=self._last_rows,
+            firsts=self._firsts,
+            slots=self._slots,
+            tenants=list(self._tenants),
         )
 
-    def _by_cause_and_arm(self) -> list[tuple[Cause, Arm, Totals]]:
-        return [(cause, arm, totals) for (cause, arm), totals in self._lifetime.items()]
-
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Goes on from a snapshot. Raises InputError when it is not one."""
+        """Goes on from a snapshot, also of an older format. Raises InputError when it is none."""
         try:
             state = msgspec.convert(snapshot, _State, str_keys=True)
         except msgspec.ValidationError as exc:
             raise InputError(f"not a snapshot of a ledger: {exc}; remove it to start empty") from exc
-        if state.format != _FORMAT:
-            raise InputError(f"a ledger's snapshot in format {state.format}, expected {_FORMAT}; remove it to start empty")
+        if not 1 <= state.format <= _FORMAT:
+            raise InputError(f"a ledger's snapshot in format {state.format}, expected up to {_FORMAT}; remove it to start empty")
         self._open = {entry.order.decision_id: entry for entry in state.open}
         self._closed = {entry.order.decision_id: entry for entry in state.closed}
         self._changed = dict.fromkeys(state.changed)
         self._totals = {hour[0][0].hour: dict(hour) for hour in state.hours if hour}
         self._as_json = {}
         self._lifetime = {(cause, arm): totals for cause, arm, totals in state.lifetime}
+        self._parts, self._part, self._handed_out = state.parts, state.part, state.handed_out
+        self._behind, self._last_rows, self._firsts = state.behind, state.last_rows, state.firsts
+        self._slots, self._tenants = state.slots, dict.fromkeys(state.tenants)
+        untold = [key for hour in self._totals.values() for key in hour] if state.format == 1 else state.untold
+        self._untold = {key: i for i, key in enumerate(untold, start=1)} if self._tells else {}
+        self._changes = len(untold)
         self._watched = {}
         for decision_id, entry in self._closed.items():
             if entry.outcome in (Outcome.USELESS, Outcome.DISPLACED):
                 self._watched.setdefault(entry.order.key.model, {})[decision_id] = None
+        if state.format == 1:
+            begun = [entry for entry in state.open if entry.begin_s is not None]
+            self._behind = {entry.order.decision_id: _behind(entry.order) for entry in begun}
+
+
+def _key(model: ModelName, cause: Cause, arm: Arm, at_s: float) -> TotalsKey:
+    return TotalsKey(model, cause, arm, int(at_s // HOUR_S))
+
+
+def _behind(order: Order) -> _Behind:
+    """The largest contribution speaks for the order; what people and schedules say has no predictor."""
+    said = order.cause in (Cause.HINT, Cause.BATCH, Cause.MANUAL)
+    predictor = order.contributions[0][0] if order.contributions and not said else ""
+    return _Behind(order.arm, predictor, order.source)

@@ -90,7 +90,7 @@ class Links:
         """Nobody gets anything: rows count as dropped, waiters are refused."""
         for row in weights.rows:
             wait_s = max(0.0, self.now_s - row.ts)
-            self.transfers.out.append(Record(RowServed(weights.key.model, row.ts, row.found, wait_s, dropped=True)))
+            self.transfers.out.append(Record(RowServed(weights.key.model, row.ts, row.found, wait_s, dropped=True, tenant=row.tenant)))
         for waiter in weights.waiters:
             self.drop_waiter(weights, waiter)
             self.transfers.out.append(RefuseLease(waiter.holder, weights.key, reason, retry_after_s, waiter.token))

@@ -209,8 +209,8 @@ class ResidencyMachine:
         if event.counted:
             return
         found = self.transfers.found(weights)
-        self._say(Record(RowSeen(weights.key.model, event.ts, found)))
-        weights.rows.append(Row(event.ts, found, self._now_s))
+        self._say(Record(RowSeen(weights.key.model, event.ts, found, tenant=event.tenant)))
+        weights.rows.append(Row(event.ts, found, self._now_s, event.tenant))
         self.links.demand(weights, found)
 
     def _lease_requested(self, event: ev.LeaseRequested) -> None:

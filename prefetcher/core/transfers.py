@@ -19,6 +19,7 @@ from prefetcher.core.events import (
     Record,
 )
 from prefetcher.core.facts import (
+    STAGE_INTO,
     Ending,
     Found,
     OrderBegan,
@@ -28,6 +29,7 @@ from prefetcher.core.facts import (
     OrderUsed,
     ResidencyEnded,
     RowServed,
+    StageEnded,
     TransferEnded,
 )
 from prefetcher.core.types import Cause, Order, Tier, WeightsKey
@@ -158,6 +160,7 @@ class Transfers:
         """MOVING or PAUSING -> READY."""
         copy = weights.copies[tier]
         self.end_segment(weights, copy, weights.bytes, now_s)
+        self.out.append(Record(StageEnded(weights.key, STAGE_INTO[tier], now_s, copy.moved_s)))
         del self.holdings.mover[tier]
         copy.stage = Stage.READY
         copy.ready_s = now_s
@@ -237,13 +240,15 @@ class Transfers:
         for row in weights.rows:
             self.mark_used(weights, copy, row.ts, now_s)
             wait_s = now_s - row.seen_s + link_s if bypass else max(0.0, there_s - row.ts)
-            self.out.append(Record(RowServed(weights.key.model, row.ts, row.found, wait_s, bypass)))
+            self.out.append(Record(RowServed(weights.key.model, row.ts, row.found, wait_s, bypass, tier=tier, tenant=row.tenant)))
         for waiter in weights.waiters:
             self.mark_used(weights, copy, waiter.seen_s, now_s)
             copy.leases[waiter.holder] = copy.leases.get(waiter.holder, 0) + 1
             self.out.append(GrantLease(waiter.holder, weights.key, tier, bypass, reason, waiter.token))
             wait_s = max(0.0, now_s - waiter.seen_s) + link_s
-            fact = RowServed(weights.key.model, waiter.seen_s, waiter.found, wait_s, bypass, lease=True, announced=waiter.announced)
+            fact = RowServed(
+                weights.key.model, waiter.seen_s, waiter.found, wait_s, bypass, lease=True, announced=waiter.announced, tier=tier
+            )
             self.out.append(Record(fact))
         weights.rows.clear()
         weights.waiters.clear()
@@ -274,6 +279,7 @@ class Transfers:
     def end_segment(self, weights: Weights, copy: Copy, bytes_done: int, now_s: float) -> None:
         """The bytes stop moving, for good or for a while."""
         copy.bytes_done = bytes_done
+        copy.moved_s += now_s - copy.segment_start_s
         self.out.append(
             Record(
                 TransferEnded(

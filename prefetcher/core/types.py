@@ -101,6 +101,7 @@ class RequestSeen:
     node: NodeName | None = None
     version: ModelVersion | None = None
     request_id: str | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One decided prefetch. `contributions` names what led to it, largest first: (what, share of the score)."""
+    """One decided prefetch. `contributions` names what led to it, largest first: (what, share of the score); `source` is who gave the hint
+    or the schedule behind it."""
 
     decision_id: DecisionId
     node: NodeName
@@ -128,6 +130,7 @@ class Order:
     deadline_s: float
     hold_s: float
     contributions: tuple[tuple[str, float], ...] = ()
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
