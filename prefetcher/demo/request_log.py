@@ -17,7 +17,8 @@ LOG_DAYS = 14
 _FIRST_S = 1_767_571_200.0
 #: The demo's models are a hundredth of what they stand for, to fit a laptop.
 _BYTES_PER_MEGABYTE = 100_000_000
-_READ_ME = """Made traffic, {days} days of it: {rows:,} requests for {models} models, as `prefetcher demo` serves it. Sizes are 100 times the demo's.
+_READ_ME = """Made traffic, {days} days of it: {rows:,} requests for {models} models, as `prefetcher demo` serves it.
+Sizes are 100 times those of the demo.
 
     prefetcher replay requests.csv --catalog catalog.json --capacity-ratio 0.4 --out replay-out
 """
