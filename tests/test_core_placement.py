@@ -18,7 +18,7 @@ GB = 1e9
 
 
 def sites_of(count: int, models: Sequence[str], load_s: float = 4.0, **more: object) -> list[Site]:
-    return [Site(f"node-{n}", {model: load_s for model in models}, free_bytes=100 * GB, **more) for n in range(count)]  # type: ignore[arg-type]
+    return [Site(f"node-{n}", dict.fromkeys(models, load_s), free_bytes=100 * GB, **more) for n in range(count)]  # type: ignore[arg-type]
 
 
 def loads(placed: Mapping[str, Placed]) -> dict[str, list[str]]:
@@ -153,7 +153,7 @@ def test_costs_no_more_than_a_little_above_the_best_of_all_assignments(seed: int
     index = {site.node: n for n, site in enumerate(sites)}
     ours = total_cost_s(wanted, sites, [index[placed[m].node] for m in models])
     best = min(total_cost_s(wanted, sites, nodes) for nodes in itertools.product(range(4), repeat=4))
-    assert ours <= 1.35 * best
+    assert ours <= 1.05 * best
 
 
 def test_waits_are_those_of_the_whole_queue_in_smiths_order() -> None:
@@ -225,7 +225,8 @@ def test_a_model_that_is_named_twice_is_placed_once_for_the_rows_of_both() -> No
     sites = sites_of(2, ["a", "b"])
     assert place([Wanted("a", 1.0, GB), Wanted("a", 2.0, GB)], sites).keys() == {"a"}
     assert place([Wanted("unknown", 1.0, GB)], sites) == {}
-    assert place([], sites) == {} and place([Wanted("a", 1.0, GB)], []) == {}
+    assert place([], sites) == {}
+    assert place([Wanted("a", 1.0, GB)], []) == {}
 
 
 def test_compiled_it_says_the_same_as_in_python() -> None:

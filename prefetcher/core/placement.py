@@ -151,7 +151,10 @@ def _is_idle(burst: Burst, work: _Work, n: int) -> bool:
     for q in range(burst.queue_s.shape[1]):
         if burst.queue_s[n, q] > 0.0:
             return False
-    return not bool((work.loading == n).any())
+    for w in range(len(work.loading)):  # noqa: SIM110 - compiled
+        if work.loading[w] == n:
+            return False
+    return True
 
 
 @kernel_part
