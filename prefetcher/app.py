@@ -38,6 +38,7 @@ from prefetcher.controller.leadership import Leadership
 from prefetcher.controller.state_version import check_version
 from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName, RequestSeen
+from prefetcher.dashboard.past import Past
 from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
 from prefetcher.fitted import Fitted, backend_of, seasonal_of
 from prefetcher.ingest.ingest import Ingest, IngestOptions
@@ -138,7 +139,9 @@ class App(Process):
         if Role.API in self._roles:
             from prefetcher.api.endpoint import make_endpoint
 
-            self.address = self.serve(make_endpoint(self._service(), settings.api.body_limit_bytes, access), listener)
+            endpoint = make_endpoint(self._service(), settings.api.body_limit_bytes, access)
+            self.address = self.serve(endpoint, listener)
+            self.closes("events", endpoint.state.events.close)
         else:
             self.address = self.serve(make_health_endpoint(self.metrics, self._problems), listener)
         if settings.stream.follow is not None:
@@ -369,6 +372,9 @@ class App(Process):
         )
         service.check_log = lambda: "" if self._follower is None else self._follower.unreadable
         service.note = lambda: "" if self._follower is None else self._follower.problem
+        tables = connect(self._state_url)
+        self.closes("tables", tables.close)
+        service.past = Past(TablesReader(tables), self._folder / "history", self._folder / "forecasts", self._fitted.load_seasons)
         self.closes("hints", service.close)
         self.run_thread("by hand", service.by_hand.run)
         self.metrics.prefetching.set(1.0 if records.strictest([self._state.read(records.SWITCH)]).on else 0.0)

@@ -39,6 +39,11 @@ class JobDesk:
         self._state = state
         self._clock = clock
 
+    @property
+    def now_s(self) -> float:
+        """The schedulers' time."""
+        return self._clock.now_s()
+
     def jobs(self) -> list[dict[str, Any]]:
         """Every job: when, by which rule, what runs, and the last run."""
         known = known_jobs(self._state)

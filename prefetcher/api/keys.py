@@ -110,9 +110,15 @@ class Access:
             if found is not None:
                 text = "only a key whose one role is hint may stand in a body"
             raise HTTPException(401, f"{text}; {_WHERE}", headers={"WWW-Authenticate": "Bearer"})
-        if origin is not None and not found.origins & {origin, "*"}:
+        if origin is not None and not found.origins & {origin, "*"} and not self._is_own_page(found, origin, headers.get("host", "")):
             raise HTTPException(403, f"{_cut(origin)} is none of the origins of key {found.name!r}; add it in the file of keys")
         return found
+
+    @staticmethod
+    def _is_own_page(caller: Caller, origin: str, host: str) -> bool:
+        """Whether it is the endpoint's own page, the dashboard, whose reader gave a key. Pages of others can't know such a key, and one
+        that may stand in a page is bound to its origins."""
+        return not caller.publishable and bool(host) and _origin_of(origin) == origin and urlsplit(origin).netloc == host
 
     def is_called(self, host: str) -> bool:
         """Whether `host`, as in the header, may be meant for this endpoint. A page whose name was made to lead here (DNS rebinding) is of

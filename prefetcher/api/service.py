@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,6 +24,9 @@ from prefetcher.errors import ModelNotFoundError, TemporaryError, UnavailableErr
 from prefetcher.ports import StateStore, StreamWriter, Topic
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import request_records
+
+if TYPE_CHECKING:
+    from prefetcher.dashboard.past import Past
 
 __all__ = ["ALL_NODES", "NodeByHand", "Service"]
 
@@ -87,10 +90,17 @@ class Service:
         self.check_log: Callable[[], str] = lambda: ""
         #: '' or what people should know besides.
         self.note: Callable[[], str] = lambda: ""
+        #: Requests and forecasts that were, where this process can read them.
+        self.past: Past | None = None
 
     @property
     def now_s(self) -> float:
         return self.clock.now_s()
+
+    @property
+    def state(self) -> StateStore:
+        """The store, for those who read records of all nodes."""
+        return self._state
 
     @property
     def user_hash(self) -> Callable[[str], str]:

@@ -289,6 +289,23 @@ class TablesReader:
                 sums.setdefault(minute, Counter()).update(models)
         return sums
 
+    def minutes_of(self, model: str, first: int, last: int) -> tuple[Counter[int], int | None]:
+        """Rows of one model by minute since 1970, of what is not in the history yet; and the oldest minute that is kept of any model."""
+        found: Counter[int] = Counter()
+        oldest: int | None = None
+        for partition in self.partitions():
+            begin = cast("list[bytes]", self._redis.zrange(key(partition, "minutes"), 0, 0))
+            if begin:
+                oldest = int(begin[0]) if oldest is None else min(oldest, int(begin[0]))
+            stored = [int(m) for m in cast("list[bytes]", self._redis.zrangebyscore(key(partition, "minutes"), first, last))]
+            pipe = self._redis.pipeline(transaction=False)
+            for minute in stored:
+                pipe.hget(key(partition, f"minute/{minute}"), model)
+            for minute, rows in zip(stored, pipe.execute() if stored else [], strict=True):
+                if rows is not None:
+                    found[minute] += int(rows)
+        return found, oldest
+
     def recent(self, user: str) -> list[tuple[float, str]]:
         """(time, model) of what a user used last, oldest first; nothing when the user is not known (any more)."""
         hashed = self._hash(user)
