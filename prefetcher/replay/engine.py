@@ -14,14 +14,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from prefetcher.core.demand import Demand
-from prefetcher.core.node import BLOCK_BYTES, OUTCOMES, Caches, EventLog, Found, Hazard, World
+from prefetcher.core.node import BLOCK_BYTES, Caches, EventLog, Hazard, World
 from prefetcher.core.node_run import grown, run_rows
 from prefetcher.core.node_steps import close
 from prefetcher.core.rendezvous import by_rendezvous
-from prefetcher.replay.accounts import SCHEMAS, PolicyLogs
+from prefetcher.replay.accounts import PolicyLogs
+from prefetcher.replay.log_tables import orders_table, redundant_orders, residency_table, same, transfers_table, waits_table
 from prefetcher.replay.trace import Trace
 
-__all__ = ["TICK_S", "NodeLog", "build_tables", "close_node", "split_by_node"]
+__all__ = ["TICK_S", "NodeLog", "build_tables", "close_node", "next_rows", "split_by_node"]
 
 TICK_S = 60.0
 
@@ -52,21 +53,21 @@ def split_by_node(trace: Trace, nodes: int, link_bytes_per_s: float, load_s: npt
     for k, name in enumerate(names):
         rows = np.flatnonzero(where == k)
         ts, model = trace.ts[rows], trace.model[rows]
-        next_ts, first_ts = _next_rows(ts, model, len(size))
+        next_ts, first_ts = next_rows(ts, model, len(size))
         world = World(size, link_s, block_s, ts, model, next_ts, first_ts, trace.t0, trace.t1, TICK_S)
         out.append(NodeLog(name, rows, world))
     return out
 
 
-def _next_rows(
+def next_rows(
     ts: npt.NDArray[np.float64], model: npt.NDArray[np.int32], models: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     order = np.argsort(model, kind="stable")
     following = np.full(len(ts), np.inf)
-    same = model[order[1:]] == model[order[:-1]]
-    following[order[:-1][same]] = ts[order[1:][same]]
+    alike = model[order[1:]] == model[order[:-1]]
+    following[order[:-1][alike]] = ts[order[1:][alike]]
     first = np.full(models, np.inf)
-    starts = order[np.flatnonzero(np.r_[True, ~same])] if len(ts) else order
+    starts = order[np.flatnonzero(np.r_[True, ~alike])] if len(ts) else order
     first[model[starts]] = ts[starts]
     return following, first
 
@@ -79,33 +80,6 @@ def close_node(rows: int, world: World, demand: Demand, hazard: Hazard, caches: 
     return log
 
 
-def _names(codes: npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.int8], names: Sequence[str]) -> pa.Array:
-    return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), pa.array(list(names), pa.string()))
-
-
-def _same(value: str, rows: int) -> pa.Array:
-    return _names(np.zeros(rows, np.int32), [value])
-
-
-def _times(values: npt.NDArray[np.float64]) -> pa.Array:
-    return pa.array(values, mask=~np.isfinite(values))
-
-
-def _causes(prefetch: npt.NDArray[np.bool_], order: npt.NDArray[np.int64], orders: npt.NDArray[np.void]) -> pa.Array:
-    """The cause of each event; `order` is the number of its order where it is a prefetch."""
-    hinted = prefetch & orders["hint"][np.where(prefetch, order, 0)] if len(orders) else np.zeros(len(prefetch), np.bool_)
-    names = ["demand", "forecast", "hint"] if hinted.any() else ["demand", "forecast"]
-    return _names(prefetch.astype(np.int8) + hinted, names)
-
-
-def _redundant(orders: npt.NDArray[np.void], log: EventLog, shadow: int | None) -> pa.Array:
-    if shadow is None:
-        return pa.nulls(len(orders), pa.bool_())
-    row = orders["first_row"]
-    held = log.found[int(log.slot[shadow]), np.maximum(row, 0)] == Found.READY
-    return pa.array(held, mask=row < 0)
-
-
 def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace, shadow: int | None = None) -> PolicyLogs:
     """The four logs of cache `e` over all nodes; `waits` is in the order of the whole log.
 
@@ -115,7 +89,6 @@ def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace
     tables: dict[str, list[pa.Table]] = {"residency": [], "transfers": [], "orders": []}
     rows = len(trace)
     wait_s, found, node = np.zeros(rows), np.zeros(rows, np.int8), np.zeros(rows, np.int32)
-    size = trace.bytes_
     for k, (part, log) in enumerate(parts):
         slot = int(log.slot[e])
         wait_s[part.rows], found[part.rows], node[part.rows] = log.wait_s[slot, : len(part.rows)], log.found[slot, : len(part.rows)], k
@@ -123,47 +96,22 @@ def build_tables(e: int, parts: Sequence[tuple[NodeLog, EventLog]], trace: Trace
         orders = log.orders[: log.filled[2]]
         held = log.residency[: log.filled[0]]
         held = held[held["cache"] == e]
-        end_s = np.where(held["start_s"] < t1, np.minimum(held["end_s"], t1), held["end_s"])
-        ready_s = np.where(held["ready_s"] <= end_s, held["ready_s"], np.nan)
-        outcome = np.where(held["prefetch"], orders["outcome"][held["order"]] if len(orders) else 0, len(OUTCOMES))
         n = len(held)
-        columns = [
-            _same(part.node, n), _names(held["model"], trace.models), _same("", n), _same("host", n), _times(held["start_s"]),
-            _times(ready_s), _times(np.minimum(held["last_use_s"], end_s)), _times(end_s),
-            _causes(held["prefetch"], held["order"], orders), _names(outcome, [*OUTCOMES, "demand"]),
-            pa.array(size[held["model"]]),
-        ]  # fmt: skip
-        tables["residency"].append(pa.Table.from_arrays(columns, names=SCHEMAS["residency"].names).cast(SCHEMAS["residency"]))
+        tables["residency"].append(residency_table(held, orders, same(part.node, n), same("host", n), trace, t1))
         moved = log.transfers[: log.filled[1]]
         moved = moved[moved["cache"] == e]
         n = len(moved)
-        moved_bytes = (moved["end_s"] - moved["start_s"]) / part.world.link_s[moved["model"]] * size[moved["model"]]
-        moved_bytes = np.minimum(np.rint(moved_bytes), size[moved["model"]]).astype(np.int64)
-        columns = [
-            _same(part.node, n), _names(moved["model"], trace.models), _same("disk", n), _same("host", n), _times(moved["start_s"]),
-            _times(moved["end_s"]), pa.array(moved_bytes), _causes(moved["prefetch"], moved["order"], orders),
-        ]  # fmt: skip
-        tables["transfers"].append(pa.Table.from_arrays(columns, names=SCHEMAS["transfers"].names).cast(SCHEMAS["transfers"]))
+        link_s = part.world.link_s[moved["model"]]
+        places = (same(part.node, n), same("disk", n), same("host", n))
+        tables["transfers"].append(transfers_table(moved, orders, link_s, *places, trace))
         mine = orders[orders["cache"] == e]
-        causes = ["forecast", "hint"] if mine["hint"].any() else ["forecast"]
         n = len(mine)
-        columns = [
-            pa.array([f"{part.node}/{i}" for i in range(n)], pa.string()), _same(part.node, n), _names(mine["model"], trace.models),
-            _same("", n), _same("host", n), _names(mine["hint"].astype(np.int8), causes), _same("treated", n),
-            _times(mine["issued_s"]), _times(mine["issued_s"]),
-            _times(mine["ready_s"]), _times(mine["first_use_s"]), _times(np.minimum(mine["end_s"], np.maximum(t1, mine["issued_s"]))),
-            _names(mine["outcome"], OUTCOMES), pa.array(mine["premature"]), _redundant(mine, log, shadow),
-        ]  # fmt: skip
-        tables["orders"].append(pa.Table.from_arrays(columns, names=SCHEMAS["orders"].names).cast(SCHEMAS["orders"]))
-    waits = pa.Table.from_arrays(
-        [
-            _times(trace.ts), _names(trace.model, trace.models), _names(node, [p.node for p, _ in parts]), _times(wait_s),
-            _names(found, [f.name.lower() for f in Found]),
-        ],
-        names=SCHEMAS["waits"].names,
-    )  # fmt: skip
+        ids = [f"{part.node}/{i}" for i in range(n)]
+        redundant = redundant_orders(mine, log, shadow)
+        tables["orders"].append(orders_table(mine, ids, same(part.node, n), same("host", n), redundant, trace, t1))
     whole = {
         name: pa.concat_tables([t.unify_dictionaries() for t in parts_of]).unify_dictionaries().combine_chunks()
         for name, parts_of in tables.items()
     }
+    waits = waits_table(wait_s, found, node, [p.node for p, _ in parts], trace)
     return PolicyLogs(residency=whole["residency"], transfers=whole["transfers"], waits=waits, orders=whole["orders"])
