@@ -11,7 +11,7 @@ import msgspec
 from prefetcher.agent.hostmem import HostArena
 from prefetcher.agent.moves import Moves
 from prefetcher.agent.uses import Unknown
-from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport
+from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport, QueuedWeights
 from prefetcher.core.copies import Holdings, Stage, Weights
 from prefetcher.core.facts import TransferEnded
 from prefetcher.core.residency import ResidencyMachine
@@ -182,7 +182,21 @@ def make_report(
         problems=tuple(problems),
         unknown_rows=unknown.rows,
         unknown=unknown.most(_UNKNOWN_NAMED),
+        queued=_queued(machine, meter, moves),
     )
+
+
+def _queued(machine: ResidencyMachine, meter: LinkMeter, moves: Moves) -> tuple[QueuedWeights, ...]:
+    """What rows and programs wait for, and how long that takes the link into the serving tier."""
+    tier = machine.limits.serving_tier
+    found = []
+    for key, weights in sorted(machine.holdings.weights.items()):
+        if not weights.demanded:
+            continue
+        left = min(weights.remaining_bytes(tier), weights.bytes - moves.done_bytes(key))
+        moving = machine.holdings.mover.get(tier) == key
+        found.append(QueuedWeights(key.model, round(left / max(1.0, meter.bytes_per_s), 3), weights.waiting, moving))
+    return tuple(found)
 
 
 def _why_absent(machine: ResidencyMachine, weights: Weights, left: Mapping[ModelName, str], now_s: float) -> str:

@@ -11,6 +11,9 @@
 | `prefetcher:{controller}:hints` | open hints and the record of every source at the same positions (`core.hints`) | controller | never |
 | `prefetcher:{nodes}:seen` | sorted set: node name, when it reported last | agent | never; read for a day |
 | `prefetcher:{controller}:forecasts` | `Forecasts`: how likely each model is used soon | controller | after two ticks |
+| `prefetcher:{controller}:placements` | `Placements`: where wanted models go, and what room costs | controller | after two ticks |
+| `prefetcher:{controller}:routes` | where requests go (`core.routing_shares`), as of `learned` | controller | never |
+| `prefetcher:{routes}:intents` | `Intents`: cold models that routers were just told a node for | endpoint | an entry at its `until_s` |
 | `prefetcher:{controller}:switch` | `Switch` of all nodes: prefetching on, observed or off | endpoint | never |
 | `prefetcher:{group/G}:switch`, `prefetcher:{node/N}:switch` | the same of a group and of a node; the strictest counts | endpoint | never |
 | `prefetcher:{controller}:pins` | JSON object: model name to `Pin`, on every node; of old a list of names | endpoint | a pin at its end |
@@ -31,6 +34,8 @@
 | `prefetcher:{node/N}:lease` | host and id of the agent that is node N (`agent.name_lease`) | agent | `REPORT_EXPIRES_S` after a renewal |
 | `prefetcher:{node/N}:report` | `NodeReport` of node N | agent | after `REPORT_EXPIRES_S` |
 | `prefetcher:{node/N}:totals` | what node N's ledger adds up to, with memory that is still held (`agent.orderbook`) | agent | never |
+| `prefetcher:{node/N}:sums` | `report.sums.StoredLedger` of node N: what is held, which hours it told | agent | `SUMS_EXPIRE_S` after it |
+| `prefetcher:{node/N}:hour/H.P` | part P of hour H since 1970 of node N's ledger (`report.sums.encode_hour`) | agent | the same |
 | `prefetcher:{node/N}:orders` | list of `OrderRecord`, one for each change; the last `ORDERS_KEPT` | agent | by count |
 | `prefetcher:{node/N}:ledger` | `agent.kept.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
 | `prefetcher:{node/N}:machine` | `agent.kept.MachineState` of node N, written together with its ledger and totals | agent | never |
@@ -61,17 +66,23 @@ __all__ = [
     "BY_HAND_KEPT",
     "ORDERS_KEPT",
     "REPORT_EXPIRES_S",
+    "SUMS_EXPIRE_S",
     "ByHand",
     "Call",
     "Decides",
     "Forecasts",
     "HeldWeights",
     "HintSource",
+    "Intent",
+    "Intents",
     "KnownWeights",
     "Memory",
     "NodeReport",
+    "NodeRoom",
     "OrderRecord",
     "Pin",
+    "Placements",
+    "QueuedWeights",
     "Switch",
     "decode",
     "decode_pins",
@@ -81,6 +92,7 @@ __all__ = [
     "decode_switch",
     "encode",
     "group_key",
+    "hour_key",
     "job_key",
     "pack_arrays",
     "strictest",
@@ -94,6 +106,9 @@ SHADOWS = "prefetcher:{controller}:shadows"
 HINTS = "prefetcher:{controller}:hints"
 LEASE = "prefetcher:{controller}:lease"
 FORECASTS = "prefetcher:{controller}:forecasts"
+PLACEMENTS = "prefetcher:{controller}:placements"
+ROUTES = "prefetcher:{controller}:routes"
+INTENTS = "prefetcher:{routes}:intents"
 CALLS = "prefetcher:{controller}:calls"
 NODES = "prefetcher:{nodes}:seen"
 SWITCH = "prefetcher:{controller}:switch"
@@ -108,6 +123,8 @@ JOB_CALLS = "prefetcher:{jobs}:calls"
 REPORT_EXPIRES_S = 5.0
 #: A week of one order a minute.
 ORDERS_KEPT = 10_000
+#: Nine days: reports of a week find every hour, and a job that moves hours into the history may be away for a day.
+SUMS_EXPIRE_S = 777_600.0
 BY_HAND_KEPT = 1_000
 
 
@@ -117,8 +134,13 @@ def group_key(group: str, what: str) -> str:
 
 
 def node_key(node: NodeName, what: str) -> str:
-    """The key of `what` (plan, fence, report, totals, orders, ledger, machine, switch), or the channel `calls`, of a node."""
+    """The key of `what` (plan, fence, report, totals, sums, orders, ledger, machine, switch), or the channel `calls`, of a node."""
     return f"prefetcher:{{node/{node}}}:{what}"
+
+
+def hour_key(node: NodeName, hour: int, part: int) -> str:
+    """The key of a part of an hour (since 1970) of a node's ledger."""
+    return node_key(node, f"hour/{hour}.{part}")
 
 
 def job_key(job: str, what: str) -> str:
@@ -312,6 +334,15 @@ class HeldWeights(msgspec.Struct, frozen=True):
     contributions: tuple[tuple[str, float], ...] = ()
 
 
+class QueuedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Weights that requests wait for: `rows` of them, for `left_s` more of the link; `moving` while they have it."""
+
+    model: str
+    left_s: float
+    rows: int
+    moving: bool = False
+
+
 class Memory(msgspec.Struct, frozen=True):
     """The host tier's bytes: what may be used, what is taken, how it is backed."""
 
@@ -326,7 +357,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     """What an agent says about itself.
 
     `recent_wait_s` and `waiting_rows` are moving means over loads; `busy_ratio` of the last ten minutes. `unknown_rows`: requests since its
-    start for models that it does not have, and in `unknown` which models, most asked for first.
+    start for models that it does not have, and in `unknown` which models, most asked for first. `queued`: what requests wait for now.
     """
 
     node: str
@@ -346,6 +377,44 @@ class NodeReport(msgspec.Struct, frozen=True):
     problems: tuple[str, ...] = ()
     unknown_rows: int = 0
     unknown: tuple[tuple[str, int], ...] = ()
+    queued: tuple[QueuedWeights, ...] = ()
+
+
+class NodeRoom(msgspec.Struct, frozen=True):
+    """What memory of a node costs, as its plan ranks it: `evictable_bytes` could go, and each of them would save `displaced_s_per_byte`
+    seconds of waiting."""
+
+    evictable_bytes: float
+    displaced_s_per_byte: float
+
+
+class Placements(msgspec.Struct, frozen=True):
+    """As of `at_s`, and not to be used after `until_s`. `homes`: the node of each model that is wanted and not there; `shares`: of models
+    whose requests name nodes, which share goes to which; `rooms`: by node. A model that is named nowhere goes where it is cheapest."""
+
+    at_s: float
+    until_s: float
+    homes: dict[str, str] = {}
+    shares: dict[str, dict[str, float]] = {}
+    rooms: dict[str, NodeRoom] = {}
+
+
+class Intent(msgspec.Struct, frozen=True):
+    """A router was told that `model` goes to `node`, `rows` times since `at_s`. It takes that node's link for `load_s` seconds and
+    `bytes` of its memory (0: served uncached), until its report shows so, or `until_s`."""
+
+    node: str
+    rows: float
+    load_s: float
+    bytes: float
+    at_s: float
+    until_s: float
+
+
+class Intents(msgspec.Struct, frozen=True):
+    """Intents by model. Written whole, by compare and swap: several endpoints agree."""
+
+    models: dict[str, Intent] = {}
 
 
 class OrderRecord(msgspec.Struct, frozen=True, omit_defaults=True):
