@@ -59,11 +59,14 @@ class RequestMessage(msgspec.Struct, omit_defaults=True):
     node: str | None = None
     version: str | None = None
     request_id: str | None = None
+    tenant: str | None = None
     v: int = 1
 
     @classmethod
     def of(cls, request: RequestSeen) -> RequestMessage:
-        return cls(request.ts, request.model, request.count, request.user, request.node, request.version, request.request_id)
+        return cls(
+            request.ts, request.model, request.count, request.user, request.node, request.version, request.request_id, request.tenant
+        )
 
     def to_request(self) -> RequestSeen:
         return RequestSeen(
@@ -74,6 +77,7 @@ class RequestMessage(msgspec.Struct, omit_defaults=True):
             node=None if self.node is None else NodeName(self.node),
             version=None if self.version is None else ModelVersion(self.version),
             request_id=self.request_id,
+            tenant=self.tenant,
         )
 
 
@@ -96,7 +100,8 @@ class HintMessage(msgspec.Struct, omit_defaults=True):
 class OutcomeMessage(msgspec.Struct, omit_defaults=True):
     """What became of a prefetch, or of a node's memory and rows since the last message; key: the node.
 
-    `kind` is `order` (with `order`, an order record as it stands) or `totals` (with `totals`, the node's ledger totals).
+    `kind` is `order` (with `order`, an order record as it stands), `totals` (with `totals`, the node's ledger totals) or `ledger` (with
+    `ledger`, a part of its sums by hour, `report.sums.LedgerPart`).
     """
 
     kind: str
@@ -105,6 +110,7 @@ class OutcomeMessage(msgspec.Struct, omit_defaults=True):
     seq: int
     order: dict[str, Any] | None = None
     totals: dict[str, Any] | None = None
+    ledger: dict[str, Any] | None = None
     v: int = 1
 
 
@@ -156,7 +162,7 @@ def problem_of_request(message: RequestMessage) -> str:
         return f"bad_time: ts is {message.ts}, expected seconds since 1970"
     if not 1 <= message.count <= MOST_COUNT:
         return f"bad_count: count is {message.count}"
-    for name in (message.model, message.user, message.node, message.version, message.request_id):
+    for name in (message.model, message.user, message.node, message.version, message.request_id, message.tenant):
         # A character has at most four bytes.
         if name is not None and len(name) * 4 > NAME_LIMIT_BYTES and len(name.encode("utf-8", "replace")) > NAME_LIMIT_BYTES:
             return f"long_name: a name of more than {NAME_LIMIT_BYTES} bytes, {name[:40]!r}…"

@@ -31,6 +31,7 @@ from prefetcher.agent.name_lease import NameLease
 from prefetcher.agent.orderbook import OrderBook
 from prefetcher.agent.report import LinkMeter, make_report
 from prefetcher.agent.state_link import StateLink
+from prefetcher.agent.sums import Told
 from prefetcher.agent.uses import Unknown, Uses
 from prefetcher.agent.waits import Waits
 from prefetcher.clock import Clock
@@ -149,7 +150,7 @@ class Agent:
             ).on_clock(clock.speed),
             seed=options.seed,
         )
-        self._kept = Kept(clock, self._machine, self._book, self._uses, self._meter)
+        self._kept = Kept(clock, self._machine, self._book, self._uses, self._meter, Told(options.node, clock.now_s()))
         self._lease = NameLease(state, options.node, options.state_dir, clock)
         self._link = StateLink(
             state,
@@ -243,7 +244,7 @@ class Agent:
         for thread in (self._scanner, self._loop):
             if thread is not None:
                 thread.join()
-        last = None if self._loop is None else self._kept.snapshot(self._totals())
+        last = None if self._loop is None else self._kept.snapshot(self._totals(), self.arm_of(self._clock.now_s()), last=True)
         if self._loop is None:
             with contextlib.suppress(UnavailableError):
                 self._lease.drop()
@@ -420,7 +421,7 @@ class Agent:
             self._reported_at_s, self._changed = now_s, False
             self._report()
             if self._kept.is_due() and not self._link.away:
-                self._link.keep(self._kept.snapshot(self._totals()))
+                self._link.keep(self._kept.snapshot(self._totals(), self.arm_of(self._clock.now_s())))
 
     def _report(self) -> None:
         assert self._arena is not None
@@ -512,7 +513,8 @@ class Agent:
             if new and row.model not in self._machine.holdings.serving:
                 self._asked_for_unknown(row.model)
             known = index.get(row.model, 0.0)
-            self._hear(ev.Requested(row.model, min(row.ts, self._clock.now_s()), known if known > 0.0 else None, counted=not new))
+            at_s, index_of = min(row.ts, self._clock.now_s()), known if known > 0.0 else None
+            self._hear(ev.Requested(row.model, at_s, index_of, counted=not new, tenant=row.tenant or ""))
 
     def _asked_for_unknown(self, model: ModelName) -> None:
         if self._unknown.add(model) and self._unknown_logged < _LOGGED_UNKNOWN:

@@ -14,11 +14,13 @@ import msgspec
 
 from prefetcher.agent.orderbook import OrderBook
 from prefetcher.agent.report import LinkMeter
+from prefetcher.agent.sums import SumsState, Told, ToTell
 from prefetcher.agent.uses import Uses, UsesState
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.controller.records import OrderRecord
 from prefetcher.core.residency import ResidencyMachine
+from prefetcher.core.types import Arm, NodeName
 from prefetcher.errors import InputError
 from prefetcher.ports import StateStore
 from prefetcher.telemetry.logs import log
@@ -44,6 +46,7 @@ class LedgerState(msgspec.Struct):
     untold: list[OrderRecord] = []
     uses: UsesState = msgspec.field(default_factory=UsesState)
     seq: int = 0
+    sums: SumsState | None = None
 
 
 class MachineState(msgspec.Struct):
@@ -56,13 +59,26 @@ class MachineState(msgspec.Struct):
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Ledger, machine and totals of one instant by key, to be written at once; then the orders that are `untold`, oldest change first,
-    and the totals, as messages numbered from `seq` on.
+    the totals, and the parts of `to_tell`, as messages numbered from `seq` on; then what is `shown` of those, at once.
     """
 
     items: Mapping[str, bytes]
     untold: Sequence[OrderRecord]
     totals: Mapping[str, Any]
     seq: int
+    to_tell: ToTell | None = None
+
+    @property
+    def parts_seq(self) -> int:
+        """The number of the first part."""
+        return self.seq + len(self.untold) + 1
+
+    def shown(self, node: NodeName) -> dict[str, bytes]:
+        """What the store shows of the sums once they were told."""
+        if self.to_tell is None:
+            return {}
+        numbered = msgspec.structs.replace(self.to_tell.ledger, seq=self.parts_seq + len(self.to_tell.parts) - 1)
+        return {**self.to_tell.hours, records.node_key(node, "sums"): records.encode(numbered)}
 
 
 _State = TypeVar("_State", LedgerState, MachineState)
@@ -84,6 +100,7 @@ class Kept:
     book: OrderBook
     uses: Uses
     meter: LinkMeter
+    told: Told
     changed: bool = True
     seq: int = 0
     _unsettled: bool = False
@@ -121,6 +138,7 @@ class Kept:
         self.book.restore(state.ledger, state.untold)
         self.uses.restore(state.uses, now_s)
         self.seq = state.seq
+        self.told.restore(state.sums or SumsState(self.book.ledger.first_hour_s(now_s)))
 
     def _restore_machine(self, raw: bytes, now_s: float) -> None:
         state = _decode(raw, MachineState)
@@ -147,26 +165,32 @@ class Kept:
             return False
         return self.changed or bool(self.book.untold) or now_s - self._saved_at_s >= _SAVE_IDLE_S
 
-    def snapshot(self, totals: Mapping[str, Any]) -> Snapshot:
+    def snapshot(self, totals: Mapping[str, Any], arm: Arm, last: bool = False) -> Snapshot:
         """Ledger, machine and `totals` as they are: written together, so that what was shown is never taken back by a crash."""
         started_s = self._real_s()
         self.book.forget(self.clock.now_s())
         # While the store is away orders pile up here; more than its list holds would push each other out of it.
         self.book.told(list(self.book.untold.values())[: -records.ORDERS_KEPT])
         untold = list(self.book.untold.values())
-        seq, self.seq = self.seq, self.seq + len(untold) + 1
-        ledger = LedgerState(msgspec.Raw(self.book.ledger.encoded()), untold, self.uses.snapshot(), self.seq)
+        now_s = self.clock.now_s()
+        held = self.book.ledger.held_entries(self.machine.held(now_s), arm=arm)
+        to_tell = self.told.to_tell(self.book.ledger, held, now_s, started_s, last)
+        seq, self.seq = self.seq, self.seq + len(untold) + 1 + (0 if to_tell is None else len(to_tell.parts))
+        raw = msgspec.Raw(self.book.ledger.encoded())
+        ledger = LedgerState(raw, untold, self.uses.snapshot(), self.seq, self.told.state())
         machine = MachineState(msgspec.Raw(self.machine.encoded()), self.meter.snapshot())
         parts = {"ledger": ledger, "machine": machine, "totals": totals}
         items = {self.key(what): records.encode(part) for what, part in parts.items()}
         self.changed, self._unsettled = False, True
         self._saved_at_s = self._real_s()
         self._due_s = self._saved_at_s + max(_SAVE_S, _SAVE_SHARE * (self._saved_at_s - started_s))
-        return Snapshot(items, untold, totals, seq)
+        return Snapshot(items, untold, totals, seq, to_tell)
 
     def settle(self, snapshot: Snapshot, written: bool) -> None:
         """Says what became of a snapshot; what was not written comes with the next one."""
         self._unsettled = False
+        if snapshot.to_tell is not None:
+            self.told.settle(snapshot.to_tell, self.book.ledger, written)
         if written:
             self.book.told(snapshot.untold)
         else:

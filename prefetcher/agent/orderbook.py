@@ -15,12 +15,15 @@ from prefetcher.core.types import Arm, Cause, DecisionId, NodeName
 
 __all__ = ["OrderBook", "totals_of"]
 
+#: Most of what changes an hour changes it within it, or within a hold. Whatever comes later is a part of its own.
+_KEEP_HOURS = 6
+
 
 class OrderBook:
     """Takes facts in, and hands changed orders out: by `take_changed` at once, by `untold` until they were `told`."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
+        self.ledger = Ledger(keep_hours=_KEEP_HOURS, tells=True)
         self.untold: dict[DecisionId, OrderRecord] = {}
 
     def add(self, fact: Fact, arm: Arm) -> list[OrderEntry]:

@@ -228,6 +228,9 @@ class StateLink:
     def _write(self, snapshot: Snapshot, last: bool = False) -> None:
         self._state.write(snapshot.items)
         self._tell(snapshot, last)
+        shown = snapshot.shown(self._node)
+        if shown:
+            self._state.write(shown, expire_s=records.SUMS_EXPIRE_S)
         orders = [records.encode(order) for order in snapshot.untold]
         self._state.append(records.node_key(self._node, "orders"), orders, records.ORDERS_KEPT)
 

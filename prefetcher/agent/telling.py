@@ -31,19 +31,28 @@ class Telling:
         self._told_at_s = float("-inf")
 
     def tell(self, snapshot: Snapshot, last: bool = False) -> None:
-        """Sends orders that changed, and totals with them; totals alone now and then, and at the end.
+        """Sends orders that changed, and totals with them; parts of the ledger's sums, if there are any; totals alone now and then, and at
+        the end.
 
         Raises:
             TemporaryError: not acknowledged; it is told again with the next snapshot.
         """
         real_s = self._clock.steady_s() / self._clock.speed
-        if not snapshot.untold and not last and real_s - self._told_at_s < _TOTALS_S:
+        parts = () if snapshot.to_tell is None else snapshot.to_tell.parts
+        tells_totals = bool(snapshot.untold) or last or real_s - self._told_at_s >= _TOTALS_S
+        if not tells_totals and not parts:
             return
         now_s = self._clock.now_s()
         messages = [
             OutcomeMessage("order", self._node, now_s, snapshot.seq + number, order=msgspec.to_builtins(order))
             for number, order in enumerate(snapshot.untold)
         ]
-        messages.append(OutcomeMessage("totals", self._node, now_s, snapshot.seq + len(messages), totals=dict(snapshot.totals)))
+        if tells_totals:
+            messages.append(OutcomeMessage("totals", self._node, now_s, snapshot.seq + len(messages), totals=dict(snapshot.totals)))
+        messages += [
+            OutcomeMessage("ledger", self._node, now_s, number, ledger=msgspec.to_builtins(part, str_keys=True))
+            for number, part in enumerate(parts, start=snapshot.parts_seq)
+        ]
         self._writer.append(Topic.OUTCOMES, [(self._node, encode(message)) for message in messages], timeout_s=_TIMEOUT_S)
-        self._told_at_s = real_s
+        if tells_totals:
+            self._told_at_s = real_s

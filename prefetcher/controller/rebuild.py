@@ -1,8 +1,8 @@
 """The ledgers of all nodes from the outcomes topic alone.
 
 Of the messages about one order, and of a node's totals, the one with the highest number counts; so the topic may hold some of them twice.
-What is no order or no totals is refused whole and counted. Covers no ledger arithmetic: a node's totals travel as a whole, and the orders
-are counted again beside them.
+What is no order, no totals and no part of a ledger is refused whole and counted. Covers no ledger arithmetic: sums by hour travel as they
+are (`report.sums`), a node's totals as a whole, and the orders are counted again beside them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 
 from prefetcher.controller.records import OrderRecord
 from prefetcher.ports import Streams, Topic
+from prefetcher.report.sums import LedgerPart, NodeSums
 from prefetcher.wire import OutcomeMessage, decode_outcome
 
 __all__ = ["NodeLedger", "rebuild_ledgers"]
@@ -42,17 +43,22 @@ class NodeLedger:
     totals: dict[str, Any] = field(default_factory=dict)
     told_at_s: float = 0.0
     orders: dict[str, OrderRecord] = field(default_factory=dict)
+    sums: NodeSums = field(default_factory=lambda: NodeSums(""))
     _seq: dict[str, int] = field(default_factory=dict)
 
     def take(self, message: OutcomeMessage) -> None:
-        """Raises ValueError, and takes nothing, where it is no order and no totals."""
+        """Raises ValueError, and takes nothing, where it is no order, no totals and no part of a ledger."""
         order = totals = None
         if message.kind == "order":
             order = _order_of(message)
         elif message.kind == "totals":
             totals = _totals_of(message)
+        elif message.kind == "ledger":
+            self.sums.node = message.node
+            self.sums.take(message.seq, _part_of(message))
+            return
         else:
-            raise ValueError(f"bad_field: kind is {message.kind[:40]!r}, expected order or totals")
+            raise ValueError(f"bad_field: kind is {message.kind[:40]!r}, expected order, totals or ledger")
         about = "" if order is None else order.decision_id
         if message.seq < self._seq.get(about, message.seq):
             return
@@ -65,6 +71,13 @@ class NodeLedger:
     def outcomes(self) -> dict[str, int]:
         """Orders by outcome, counted from the orders; what people loaded by hand is left out, as in the totals."""
         return dict(sorted(Counter(order.outcome for order in self.orders.values() if order.cause != "manual").items()))
+
+
+def _part_of(message: OutcomeMessage) -> LedgerPart:
+    try:
+        return msgspec.convert(message.ledger, LedgerPart, str_keys=True)
+    except msgspec.ValidationError as exc:
+        raise ValueError(f"bad_field: ledger: {exc}") from exc
 
 
 def _order_of(message: OutcomeMessage) -> OrderRecord:

@@ -387,6 +387,10 @@ class Ledger:
         """The sums of an hour that are kept, in the order of their keys."""
         return sorted(self._totals.get(hour, {}).items(), key=lambda item: item[0])
 
+    def first_hour_s(self, now_s: float) -> float:
+        """When the oldest hour that is kept began; `now_s` where none is."""
+        return min(self._totals) * HOUR_S if self._totals else now_s
+
     def slots(self) -> dict[int, dict[int, int]]:
         """Waits of first requests of the last hours, as bins by slot of `SLOT_S` since 1970."""
         return self._slots
