@@ -77,27 +77,25 @@ def arm_of(node: NodeName, now_s: float, settings: HoldoutSettings, *, nodes: in
 
 def draw_control(
     nodes: Sequence[str], node: npt.NDArray[np.int64], block: npt.NDArray[np.int64], settings: HoldoutSettings, seeds: npt.NDArray[np.int64]
-) -> npt.NDArray[np.bool_]:
-    """bool[S, N]: which of N node-blocks are control, under each of S seeds; exactly what `arm_of` says.
+) -> npt.NDArray[np.int64]:
+    """int64[S, F]: which of N node-blocks are control under each of S seeds; exactly what `arm_of` says.
 
-    `node` int64[N] are positions in `nodes`, `block` int64[N] block numbers.
+    `node` int64[N] are positions in `nodes`, `block` int64[N] block numbers, no pair twice. There is a column for each frame of a node that
+    has one of these blocks, with the number of its control block among the N; N where that is not one of them.
     """
-    frame = settings.frame
-    if frame == 0:
-        return np.zeros((len(seeds), len(node)), np.bool_)
+    frame, n = settings.frame, len(node)
+    if frame == 0 or n == 0:
+        return np.zeros((len(seeds), 0), np.int64)
     named = np.array([_digest(name) for name in nodes], np.uint64)
-    number = block + (named % np.uint64(frame)).astype(np.int64)[node]
-    frames, place = np.divmod(number, frame)
-    # A node's frame is drawn once, however many of its blocks are looked at.
-    first = int(frames.min()) if len(frames) else 0
-    span = int(frames.max()) - first + 1 if len(frames) else 1
+    frames, place = np.divmod(block + (named % np.uint64(frame)).astype(np.int64)[node], frame)
+    first = int(frames.min())
+    span = int(frames.max()) - first + 1
     pairs, which = np.unique(node * span + (frames - first), return_inverse=True)
-    of, at = named[pairs // span], (pairs % span + first).astype(np.uint64)
-    slots = np.empty((len(seeds), len(pairs)), np.int64)
-    for row, seed in enumerate(seeds.astype(np.uint64)):
-        slots[row] = (_mixed(_mixed(_mixed(np.full(len(of), seed)) ^ of) ^ at) % np.uint64(frame)).astype(np.int64)
-    drawn: npt.NDArray[np.bool_] = slots[:, which] == place
-    return drawn
+    number = np.full((len(pairs), frame), n, np.int64)
+    number[which, place] = np.arange(n)
+    seeded = _mixed(seeds.astype(np.uint64))[:, None]
+    slots = _mixed(_mixed(seeded ^ named[pairs // span]) ^ (pairs % span + first).astype(np.uint64)) % np.uint64(frame)
+    return number[np.arange(len(pairs)), slots.astype(np.int64)]
 
 
 @lru_cache(maxsize=4096)
