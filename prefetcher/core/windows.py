@@ -1,13 +1,13 @@
 """Windows by segment of models: which window bounds a model's prefetches, and the book that says so. Pure.
 
 A window (`core.types.Window`) bounds what forecasts fetch; what is hinted, scheduled or asked for by hand has times of its own.
-- **lead**: with h the rate of next use that ranks the prefetch, the use is expected 1/h from now. It may start only when that is at most the
-  mean time to load plus `lead_s` away. 0: only when the use is as near as the load takes. `NO_LEAD_LIMIT_S`: at any time.
+- **lead**: with h the rate of next use that ranks the prefetch, the use is expected 1/h from now. It may start only when that is at most
+  the mean time to load plus `lead_s` away. 0: only when the use is as near as the load takes. `NO_LEAD_LIMIT_S`: at any time.
 - **horizon**: how far ahead the forecast looks whose rate ranks the prefetch. `OWN_HORIZON_S`: as far as the deciding expert does.
 - **hold**: how long it stays unused once it is ready; up to six times that while its use is still likely (`core.value.MOST_HOLDS`).
 
-A `Segment` is a box in the facts of models, with a name in words; a `WindowBook` has one window for each segment and one for the rest. Every
-process that knows a model's facts finds the same window. How segments are found is in `core.segments`, how windows are chosen in
+A `Segment` is a box in the facts of models, with a name in words; a `WindowBook` has one window for each segment and one for the rest.
+Every process that knows a model's facts finds the same window. How segments are found is in `core.segments`, how windows are chosen in
 `core.tuner`.
 """
 
