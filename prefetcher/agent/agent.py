@@ -37,6 +37,7 @@ from prefetcher.agent.waits import Waits
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.core import events as ev
+from prefetcher.core.block_sums import BlockSums
 from prefetcher.core.copies import NodeLimits
 from prefetcher.core.facts import RowSeen, RowServed, TransferEnded
 from prefetcher.core.residency import ResidencyMachine
@@ -61,6 +62,8 @@ __all__ = ["Agent", "AgentOptions"]
 #: Real seconds between looks at timers, and between reports without a change.
 _TICK_S = 0.1
 _REPORT_S = 1.0
+#: Real seconds without a report after which a node is not taken to have been there.
+_AWAY_S = 30.0
 #: Real seconds between looks at the models folder.
 _SCAN_S = 5.0
 _LOOKED_AT_AGAIN = f"the folder is looked at again within {_SCAN_S:.0f} s"
@@ -137,6 +140,7 @@ class Agent:
         self._refused_logged: set[str] = set()
         self.on_unannounced: Callable[[RequestSeen], None] = lambda row: None
         self.arm_of: Callable[[float], Arm] = lambda now_s: Arm.TREATED
+        self._blocks = BlockSums(lambda now_s: self.arm_of(now_s), gap_s=_AWAY_S * clock.speed)
         self.on_died: Callable[[str, BaseException], None] = lambda part, error: None
         self.tell: Callable[[Snapshot, bool], None] = lambda snapshot, last: None
         self._arena: HostArena | None = None
@@ -150,7 +154,8 @@ class Agent:
             ).on_clock(clock.speed),
             seed=options.seed,
         )
-        self._kept = Kept(clock, self._machine, self._book, self._uses, self._meter, Told(options.node, clock.now_s()))
+        told = Told(options.node, clock.now_s())
+        self._kept = Kept(clock, self._machine, self._book, self._uses, self._meter, told, self._blocks)
         self._lease = NameLease(state, options.node, options.state_dir, clock)
         self._link = StateLink(
             state,
@@ -372,6 +377,7 @@ class Agent:
 
     def _record(self, told: ev.Record, event: ev.Event) -> None:
         fact = told.fact
+        self._blocks.add(fact)
         for settled in self._book.add(fact, self.arm_of(self._clock.now_s())):
             if settled.order.cause is not Cause.MANUAL:
                 self._metrics.outcomes.labels(outcome=settled.outcome.value).inc()
@@ -426,6 +432,7 @@ class Agent:
     def _report(self) -> None:
         assert self._arena is not None
         now_s, problems = self._clock.now_s(), self._problems()
+        self._blocks.note(now_s, not self._machine.plans.switched_off and not self._machine.holdings.observing)
         group = self._options.group
         report = make_report(self._machine, self._meter, self._arena, self._moves, now_s, problems, self._left, self._unknown, group)
         totals = self._totals()

@@ -19,6 +19,7 @@ from prefetcher.agent.uses import Uses, UsesState
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.controller.records import OrderRecord
+from prefetcher.core.block_sums import BlockSum, BlockSums
 from prefetcher.core.residency import ResidencyMachine
 from prefetcher.core.types import Arm, NodeName
 from prefetcher.errors import InputError
@@ -39,7 +40,8 @@ _AHEAD_S = 60.0
 
 class LedgerState(msgspec.Struct):
     """What is written under a node's `ledger` key: a snapshot of its ledger. The list of orders, and the outcomes topic, may lack the
-    records that are `untold`; `seq` is above the number of every message that may have been sent.
+    records that are `untold`; `seq` is above the number of every message that may have been sent; `blocks` are the newest of those under
+    the key `blocks`.
     """
 
     ledger: Any
@@ -47,6 +49,7 @@ class LedgerState(msgspec.Struct):
     uses: UsesState = msgspec.field(default_factory=UsesState)
     seq: int = 0
     sums: SumsState | None = None
+    blocks: list[BlockSum] = []
 
 
 class MachineState(msgspec.Struct):
@@ -101,6 +104,7 @@ class Kept:
     uses: Uses
     meter: LinkMeter
     told: Told
+    blocks: BlockSums
     changed: bool = True
     seq: int = 0
     _unsettled: bool = False
@@ -118,8 +122,10 @@ class Kept:
         Raises:
             UnavailableError: the state store does not answer.
         """
-        ledger, machine = state.read_many([self.key("ledger"), self.key("machine")])
+        ledger, machine, blocks = state.read_many([self.key("ledger"), self.key("machine"), self.key("blocks")])
         now_s = self.clock.now_s()
+        if blocks is not None:
+            self._try("blocks", lambda: self._restore_blocks(blocks))
         if ledger is not None:
             self._try("ledger", lambda: self._restore_ledger(ledger, now_s))
         if machine is None or not self._try("machine", lambda: self._restore_machine(machine, now_s)):
@@ -139,6 +145,7 @@ class Kept:
         self.uses.restore(state.uses, now_s)
         self.seq = state.seq
         self.told.restore(state.sums or SumsState(self.book.ledger.first_hour_s(now_s)))
+        self.blocks.restore(self.blocks.blocks(), state.blocks)
 
     def _restore_machine(self, raw: bytes, now_s: float) -> None:
         state = _decode(raw, MachineState)
@@ -147,6 +154,12 @@ class Kept:
             raise InputError(f"it was written {written_s - now_s:.0f} s from now; set the clock")
         self.machine.restore(state.machine)
         self._try("link", lambda: self.meter.restore(state.link))
+
+    def _restore_blocks(self, raw: bytes) -> None:
+        try:
+            self.blocks.restore(records.decode(raw, msgspec.json.Decoder(list[BlockSum])))
+        except ValueError as exc:
+            raise InputError(f"not the sums of a node's blocks: {exc}; remove it to start empty") from exc
 
     # --- writing ---
 
@@ -177,10 +190,13 @@ class Kept:
         to_tell = self.told.to_tell(self.book.ledger, held, now_s, started_s, last)
         seq, self.seq = self.seq, self.seq + len(untold) + 1 + (0 if to_tell is None else len(to_tell.parts))
         raw = msgspec.Raw(self.book.ledger.encoded())
-        ledger = LedgerState(raw, untold, self.uses.snapshot(), self.seq, self.told.state())
+        ledger = LedgerState(raw, untold, self.uses.snapshot(), self.seq, self.told.state(), self.blocks.newest())
         machine = MachineState(msgspec.Raw(self.machine.encoded()), self.meter.snapshot())
         parts = {"ledger": ledger, "machine": machine, "totals": totals}
         items = {self.key(what): records.encode(part) for what, part in parts.items()}
+        if self.blocks.changed:
+            items[self.key("blocks")] = records.encode(self.blocks.blocks())
+            self.blocks.unchanged()
         self.changed, self._unsettled = False, True
         self._saved_at_s = self._real_s()
         self._due_s = self._saved_at_s + max(_SAVE_S, _SAVE_SHARE * (self._saved_at_s - started_s))
@@ -194,4 +210,4 @@ class Kept:
         if written:
             self.book.told(snapshot.untold)
         else:
-            self.changed = True
+            self.changed = self.blocks.changed = True
