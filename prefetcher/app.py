@@ -32,11 +32,11 @@ from prefetcher.config import Settings
 from prefetcher.controller import records
 from prefetcher.controller.calling import NodeCalls, RemoteNode
 from prefetcher.controller.controller import Controller, ControllerOptions
+from prefetcher.controller.experiment import LOOK_S, ExperimentKeeper, ExperimentView
 from prefetcher.controller.follow import Follower
 from prefetcher.controller.foreign import mapped_requests
 from prefetcher.controller.leadership import Leadership
 from prefetcher.controller.state_version import check_version
-from prefetcher.core.holdout import ControlGroup
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.dashboard.past import Past
 from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
@@ -127,6 +127,10 @@ class App(Process):
         self._state, self._hurried = self._open_state()
         check_version(self._state, self._state_url)
         self._calls = NodeCalls(self._state)
+        self._experiment = ExperimentView(self._state)
+        self._experiment.look()
+        if self._roles & {Role.AGENT, Role.CONTROLLER}:
+            self.run_thread("experiment", self._follow_experiment)
         self._hash_user = self._user_hasher()
         if Role.AGENT in self._roles:
             self._start_agent()
@@ -211,16 +215,16 @@ class App(Process):
         agent.tell = Telling(writer, self._node, self.clock).tell
         unannounced: queue.SimpleQueue[RequestSeen] = queue.SimpleQueue()
         agent.on_unannounced = unannounced.put
-        group = self._control_group()
-        agent.arm_of = lambda now_s: group.arm(self._node, now_s)
+        agent.arm_of = lambda now_s: self._experiment.arm(self._node, now_s)
         agent.start()
         self.run_thread("opens", lambda stop: _announce(unannounced, writer, stop))
         self.run_thread("hearing", Hearing(self._state, self._node, agent).run)
 
-    def _control_group(self) -> ControlGroup:
-        """Every process draws the same: a node that runs alone is never control."""
-        decision = self._settings.decision
-        return ControlGroup(share=decision.control_ratio, seed=decision.seed, nodes=1 if self._settings.kafka.brokers is None else 2)
+    def _follow_experiment(self, stop: threading.Event) -> None:
+        """Every process draws the same, by the record that the leading controller writes."""
+        while not stop.wait(LOOK_S):
+            with contextlib.suppress(TemporaryError):
+                self._experiment.look()
 
     # --- ingest ---
 
@@ -284,7 +288,6 @@ class App(Process):
     def _lead(self, fence: int, over: threading.Event) -> None:
         """One term, with a controller of its own: what it knows is what the last leader saved."""
         decision, agent = self._settings.decision, self._agent
-        group = self._control_group()
         self._controller = controller = Controller(
             self._streams,
             self._state,
@@ -299,10 +302,13 @@ class App(Process):
                 self._settings.state.snapshot_s,
                 decision.batch_ratio,
             ),
-            arm_of=group.arm,
+            arm_of=self._experiment.arm,
             on_rows=self._rows_came,
             on_plan=self._plan_written,
             read_request=self._read_request,
+            experiment=ExperimentKeeper(
+                self._state, ExperimentView(self._state), self.metrics, decision.control_ratio, decision.seed, self.clock.speed
+            ),
         )
         try:
             controller.start(fence)

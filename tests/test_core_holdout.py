@@ -1,4 +1,4 @@
-"""The control group: its share, its balance, its stability, and that a node alone is never control."""
+"""The control group: its share, its balance, and its stability."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefetcher.core.holdout import ControlGroup, HoldoutSettings, arm_of, draw_control
+from prefetcher.core.holdout import HoldoutSettings, arm_of, draw_control
 from prefetcher.core.types import Arm, NodeName
 
 NODES = [NodeName(f"node-{i}") for i in range(40)]
@@ -61,15 +61,6 @@ def test_drawing_many_at_once_says_what_each_process_says(share: float, seed: in
     many = draw_control(NODES, np.full(60, node), blocks, settings, np.array([seed, 5]))
     said = control(NODES[node], range(block, block + 60), settings)
     assert sorted(number for number in many[0] if number < 60) == [k for k, is_control in enumerate(said) if is_control]
-
-
-def test_a_node_alone_is_never_control() -> None:
-    group = ControlGroup(share=0.5, seed=0, nodes=1)
-    assert {group.arm(NODES[0], block * 3600.0) for block in range(200)} == {Arm.TREATED}
-    fleet = ControlGroup(share=0.5, seed=0, nodes=3)
-    assert {fleet.arm(NODES[0], block * 3600.0) for block in range(200)} == {Arm.TREATED, Arm.CONTROL}
-    assert fleet.in_washout(NODES[0], 10.0)
-    assert not fleet.in_washout(NODES[0], 700.0)
 
 
 def test_no_share_is_no_control() -> None:

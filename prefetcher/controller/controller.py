@@ -21,6 +21,7 @@ import numpy as np
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.controller.batch_windows import BatchWindows
+from prefetcher.controller.experiment import ExperimentKeeper
 from prefetcher.controller.intake import Came, Intake
 from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.nodes import Nodes
@@ -72,7 +73,7 @@ class Controller:
 
     `arm_of(node, now_s)` says which side of the experiment a node is on; `on_rows(node, rows, index)` hears of fresh rows of a node with
     the index of their models, these rows counted in, and `on_plan` of every plan written, both in the controller's thread. `read_request`
-    makes a row of a record.
+    makes a row of a record; `experiment` starts and stops the control group.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Controller:
         on_rows: Callable[[NodeName, Sequence[RequestSeen], Mapping[str, float]], None] = lambda node, rows, index: None,
         on_plan: Callable[[NodeName], None] = lambda node: None,
         read_request: RequestMapping = read_request,
+        experiment: ExperimentKeeper | None = None,
     ) -> None:
         self._streams = streams
         self._state = state
@@ -98,6 +100,7 @@ class Controller:
         self._on_rows = on_rows
         self._on_plan = on_plan
         self._read_request = read_request
+        self._experiment = experiment
         self._intake: Intake | None = None
         self._wanted: set[str] = set()
         self._nodes = Nodes(state, options.nodes)
@@ -246,6 +249,7 @@ class Controller:
             self._wanted -= wanted
         if tick and not self.deposed:
             self._tell_forecasts(now_s)
+            self._run_experiment(now_s)
         self._look_after_fit(now_s)
         if now_s >= self._next_snapshot_s:
             self.save()
@@ -441,6 +445,13 @@ class Controller:
         of = msgspec.structs.replace(report, known=tuple(k for k in report.known if k.model in asked))
         _, worth = self._worth(of, now_s, self._expected(node, now_s))
         return {k.model: float(worth.keep[i]) for i, k in enumerate(of.known)}
+
+    def _run_experiment(self, now_s: float) -> None:
+        """Nodes that only observe have nothing to leave out."""
+        if self._experiment is not None:
+            observing = {node for node, report in self._nodes.reports.items() if report.observe}
+            able = [node for node in self._nodes.names if node not in observing]
+            self._experiment.tick(now_s, self.fence, able, self._shadows)
 
     def _tell_forecasts(self, now_s: float) -> None:
         """How likely every model is used soon, for endpoints: P(T ≤ W) of a rate h that holds for W is 1 − exp(−h·W)."""

@@ -53,6 +53,7 @@ class BlockSums:
         self._gap_s = gap_s
         self._settings = settings or HoldoutSettings()
         self._blocks: dict[int, BlockSum] = {}
+        self._newest: int | None = None
         self._noted_s: float | None = None
         self._noted_on = False
         #: Whether a block that is not among the `newest` changed since `unchanged` was said.
@@ -87,7 +88,7 @@ class BlockSums:
 
     def _of(self, number: int) -> BlockSum | None:
         """The sums of a block; None for one that is no longer kept."""
-        newest = max(self._blocks, default=number)
+        newest = number if self._newest is None else self._newest
         if number <= newest - BLOCKS_OPEN:
             self.changed = True
         found = self._blocks.get(number)
@@ -97,7 +98,8 @@ class BlockSums:
             control = self.arm_of((number + 0.5) * self._settings.block_s) is Arm.CONTROL
             found = self._blocks[number] = BlockSum(number, control)
             self.changed = True
-            for old in [n for n in self._blocks if n <= max(newest, number) - BLOCKS_KEPT]:
+            self._newest = max(newest, number)
+            for old in [n for n in self._blocks if n <= self._newest - BLOCKS_KEPT]:
                 del self._blocks[old]
         return found
 
@@ -120,3 +122,4 @@ class BlockSums:
         except msgspec.ValidationError as exc:
             raise InputError(f"not the sums of a node's blocks: {exc}") from exc
         self._blocks = {block.block: block for block in found}
+        self._newest = max(self._blocks, default=None)

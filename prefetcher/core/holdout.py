@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from prefetcher.core.types import Arm, NodeName
 
-__all__ = ["ControlGroup", "HoldoutSettings", "arm_of", "block_of", "draw_control", "is_measured"]
+__all__ = ["HoldoutSettings", "arm_of", "block_of", "draw_control", "is_measured"]
 
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
@@ -66,10 +66,10 @@ def is_measured(now_s: float, settings: HoldoutSettings) -> bool:
     return now_s - block_of(now_s, settings) * settings.block_s >= settings.washout_s
 
 
-def arm_of(node: NodeName, now_s: float, settings: HoldoutSettings, *, nodes: int = 2) -> tuple[Arm, bool]:
-    """The side that `node` is on at `now_s`, and whether that is in the wash-out of its block. One node alone is never control."""
+def arm_of(node: NodeName, now_s: float, settings: HoldoutSettings) -> tuple[Arm, bool]:
+    """The side that `node` is on at `now_s`, and whether that is in the wash-out of its block."""
     fresh = not is_measured(now_s, settings)
-    if settings.frame == 0 or nodes < 2:
+    if settings.frame == 0:
         return Arm.TREATED, fresh
     block = block_of(now_s, settings)
     return (Arm.CONTROL if _is_control(node, block, settings.frame, settings.seed) else Arm.TREATED), fresh
@@ -125,20 +125,3 @@ def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MIX_2)
     mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
     return mixed
-
-
-@dataclass(frozen=True, slots=True)
-class ControlGroup:
-    """`arm_of` for one process: settings and the number of nodes bound to it."""
-
-    share: float = 0.0
-    seed: int = 0
-    nodes: int = 1
-
-    def arm(self, node: NodeName, now_s: float) -> Arm:
-        """The side that `node` is on at `now_s`."""
-        return arm_of(node, now_s, HoldoutSettings(share=self.share, seed=self.seed), nodes=self.nodes)[0]
-
-    def in_washout(self, node: NodeName, now_s: float) -> bool:
-        """Whether what is measured on `node` at `now_s` may still be shaped by the other side."""
-        return arm_of(node, now_s, HoldoutSettings(share=self.share, seed=self.seed), nodes=self.nodes)[1]

@@ -45,6 +45,7 @@ class Metrics:
         )
         self.plans = Counter("prefetcher_plans_total", "Plans written, by what asked for them.", ["trigger"], registry=registry)
         self.plan_time = Histogram("prefetcher_plan_seconds", "Time to make and write one plan.", registry=registry, buckets=_PLAN_BUCKETS)
+        self.arms = Gauge("prefetcher_experiment_nodes", "Nodes by side of the experiment now.", ["arm"], registry=registry)
         self.orders = Counter("prefetcher_orders_total", "Prefetches decided.", ["cause", "arm"], registry=registry)
         self.skipped = Counter("prefetcher_skipped_total", "What was not done, and why.", ["what", "reason"], registry=registry)
         self.outcomes = Counter("prefetcher_outcomes_total", "What became of prefetches.", ["outcome"], registry=registry)
