@@ -143,7 +143,12 @@ class DecisionSettings(_Group):
     tick_s: float = Field(default=60.0, gt=0, description="seconds between plans")
     hold_s: float = Field(default=600.0, gt=0, description="how long a prefetch may stay unused; six times that while it is still likely")
     observe: bool = Field(default=False, description="decide and log, load nothing")
-    control_ratio: float = Field(default=0.05, ge=0, le=0.5, description="share of node time in the control group, which gets no prefetch, once there are nodes enough; 0 for none")
+    control_ratio: float = Field(
+        default=0.05,
+        ge=0,
+        le=0.5,
+        description="share of node time in the control group, which gets no prefetch, once there are nodes enough; 0 for none",
+    )
     batch_ratio: float = Field(default=0.5, gt=0, le=1, description="share of a node's memory that batch schedules may take at a time")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the control group and of fits")
 

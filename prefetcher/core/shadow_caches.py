@@ -17,6 +17,7 @@ from prefetcher.core.compiled import kernel
 from prefetcher.core.demand import STANDARD_TAUS_S, Demand, decayed_rate, new_demand
 from prefetcher.core.experts import EXPERTS, PERIOD_S, VARIANTS, expert_policies, without_prefetch
 from prefetcher.core.hedge import Hedge
+from prefetcher.core.holdout import HoldoutSettings
 from prefetcher.core.node import (
     BLOCK_BYTES,
     CACHE,
@@ -44,6 +45,9 @@ __all__ = ["Outlook", "ShadowCaches"]
 SHADOW = len(EXPERTS)
 #: After a longer silence the ticks in between are left out: a day of them settles every rate that decays within days.
 _MOST_SILENCE_S = 86_400.0
+_WASHOUT_S = HoldoutSettings().washout_s
+#: Hours of the shadow that are kept: reports look back a week.
+_HOURS_KEPT = 192
 _NAMES = tuple(EXPERTS)
 #: What an order says led to it: the parts of each kind of index, with their shares.
 _PARTS: dict[Rank, tuple[tuple[str, float], ...]] = {
@@ -105,6 +109,12 @@ class ShadowCaches:
         self._period_end_s = (start_s // PERIOD_S + 1.0) * PERIOD_S
         #: Seconds that rows of the shadow have waited so far.
         self.shadow_wait_s = 0.0
+        #: The same by hour since 1970, for hours that the shadow was there for from beginning to end; the last ones.
+        self.shadow_hours: dict[int, float] = {}
+        self._whole = start_s % PERIOD_S == 0.0
+        #: Of the same hours, what was waited after the experiment's wash-out.
+        self.shadow_measured: dict[int, float] = {}
+        self._washout_wait_s: float | None = None
         self._size = np.zeros(0)
         self._link_s = np.zeros(0)
         self._served = np.zeros(0, np.bool_)
@@ -223,11 +233,14 @@ class ShadowCaches:
         )
         world = self._world(np.ascontiguousarray(times), np.ascontiguousarray(model[here], dtype=np.int32))
         first = 0
-        while self._period_end_s <= until_s:
-            last = int(np.searchsorted(times, self._period_end_s))
-            self._run(first, last, self._period_end_s, world, hazard)
-            self._end_period()
-            first = last
+        while (mark_s := self._next_mark()) <= until_s:
+            last = int(np.searchsorted(times, mark_s))
+            self._run(first, last, mark_s, world, hazard)
+            first, self._at_s = last, mark_s
+            if mark_s == self._period_end_s:
+                self._end_period()
+            else:
+                self._washout_wait_s = float(self._caches.cache["period_wait_s"][SHADOW])
         self._run(first, len(times), until_s, world, hazard)
         self._at_s = until_s
         self._column = columns[:, -1].copy()
@@ -235,12 +248,18 @@ class ShadowCaches:
         # Should the next tick be late, what was thought at the last one must not come back.
         self._column[:, asked] = self._latest[:, asked]
 
+    def _next_mark(self) -> float:
+        """The end of the wash-out, or of the period."""
+        washout_s = self._period_end_s - PERIOD_S + _WASHOUT_S
+        return washout_s if self._washout_wait_s is None and self._at_s < washout_s else self._period_end_s
+
     def _pass_over(self, until_s: float) -> None:
         """After a long silence, leaves out all of it but its last day."""
         from_s = until_s - _MOST_SILENCE_S
         if self._at_s >= from_s:
             return
         self._at_s = from_s
+        self._whole = False
         self._period_end_s = max(self._period_end_s, (from_s // PERIOD_S + 1.0) * PERIOD_S)
         cache = self._caches.cache
         waits = np.isfinite(cache["next_tick_s"]) & (cache["next_tick_s"] < from_s)
@@ -269,7 +288,18 @@ class ShadowCaches:
         cache = self._caches.cache
         cost = cache["period_wait_s"] + self._price * cache["period_byte_s"]
         self._hedge.learn(cost[:SHADOW], PERIOD_S)
-        self.shadow_wait_s += float(cache["period_wait_s"][SHADOW])
+        waited_s = float(cache["period_wait_s"][SHADOW])
+        self.shadow_wait_s += waited_s
+        if self._whole:
+            hour = int(self._period_end_s // PERIOD_S) - 1
+            self.shadow_hours[hour] = waited_s
+            if self._washout_wait_s is not None:
+                self.shadow_measured[hour] = waited_s - self._washout_wait_s
+            for kept in (self.shadow_hours, self.shadow_measured):
+                while len(kept) > _HOURS_KEPT:
+                    del kept[min(kept)]
+        self._washout_wait_s = None
+        self._whole = True
         cache["period_wait_s"] = cache["period_byte_s"] = 0.0
         set_policy(self._caches.policy[SHADOW], without_prefetch(self._policies[self._hedge.live]))
         self._period_end_s += PERIOD_S
@@ -324,6 +354,10 @@ class ShadowCaches:
             "at_s": self._at_s,
             "period_end_s": self._period_end_s,
             "shadow_wait_s": self.shadow_wait_s,
+            "shadow_hours": sorted(self.shadow_hours.items()),
+            "whole": self._whole,
+            "shadow_measured": sorted(self.shadow_measured.items()),
+            "washout_wait_s": self._washout_wait_s,
             "capacity": self._capacity,
         }
         return arrays, facts
@@ -341,6 +375,11 @@ class ShadowCaches:
         self._hedge.restore(facts["hedge"])
         self._t0_s, self._at_s, self._period_end_s = float(facts["t0_s"]), float(facts["at_s"]), float(facts["period_end_s"])
         self.shadow_wait_s, self._capacity = float(facts["shadow_wait_s"]), float(facts["capacity"])
+        self.shadow_hours = {int(hour): float(wait_s) for hour, wait_s in facts.get("shadow_hours", ())}
+        self._whole = bool(facts.get("whole", False))
+        self.shadow_measured = {int(hour): float(wait_s) for hour, wait_s in facts.get("shadow_measured", ())}
+        waited_s = facts.get("washout_wait_s")
+        self._washout_wait_s = None if waited_s is None else float(waited_s)
         self._size, self._link_s = np.array(arrays["size"]), np.array(arrays["link_s"])
         self._served = np.array(arrays["served"])
         self._column, self._latest = np.array(arrays["column"]), np.array(arrays["latest"])
