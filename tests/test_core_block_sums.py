@@ -71,7 +71,8 @@ def test_what_was_kept_goes_on_and_the_newest_replace_what_was_written_before() 
     written = msgspec.json.decode(msgspec.json.encode(of.blocks()))
     of.unchanged()
     of.add(RowSeen(M, BEGIN_S + 3 * 3600.0 - 1.0, Found.READY))
-    assert not of.changed
+    newest_only = of.changed
+    assert not newest_only
     other = sums()
     other.restore(written, msgspec.json.decode(msgspec.json.encode(of.newest())))
     assert other.blocks() == of.blocks()
@@ -84,12 +85,12 @@ def test_what_was_kept_goes_on_and_the_newest_replace_what_was_written_before() 
 @given(st.lists(st.tuples(st.integers(0, 3 * BLOCKS_KEPT), st.floats(0.0, 3599.0), st.floats(0.0, 1e4)), max_size=60))
 def test_no_row_is_lost_or_counted_twice_among_the_blocks_that_are_kept(rows: list[tuple[int, float, float]]) -> None:
     of = sums()
-    for block, offset_s, wait_s in rows:
-        of.add(RowSeen(M, block * 3600.0 + offset_s, Found.ABSENT))
-        of.add(RowServed(M, block * 3600.0 + offset_s, Found.ABSENT, wait_s))
+    for number, offset_s, wait_s in rows:
+        of.add(RowSeen(M, number * 3600.0 + offset_s, Found.ABSENT))
+        of.add(RowServed(M, number * 3600.0 + offset_s, Found.ABSENT, wait_s))
     kept = of.blocks()
     assert len(kept) <= BLOCKS_KEPT
-    newest = max((block for block, offset_s, _ in rows if offset_s >= 600.0), default=0)
+    newest = max((number for number, offset_s, _ in rows if offset_s >= 600.0), default=0)
     for block in kept:
         mine = [wait_s for number, offset_s, wait_s in rows if number == block.block and offset_s >= 600.0]
         assert block.rows <= len(mine)
