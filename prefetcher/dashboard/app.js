@@ -232,9 +232,9 @@ function drawLink() {
     const words = { on: ["good", "prefetching"], observe: ["note", "observing: nothing is loaded ahead"], off: ["warn", "off: demand loading only"] };
     fill(mode, sign(...words[overview.mode]));
   }
-  if (link.kind === "open" && overview && !storeAway) fill(live, sign("good", `live, as of ${clock(overview.now_s, overview.now_s)}`));
+  if (link.kind === "open" && overview && !storeAway) fill(live, sign("good", "live"), h("span", { class: "small", "aria-hidden": "true" }, ` as of ${clock(overview.now_s, overview.now_s)}`));
   else if (link.kind === "connecting" || (link.kind === "open" && !overview && !storeAway)) fill(live, "Connecting…");
-  else fill(live, sign("bad", overview ? `not live: ${span(age)} old` : "not live"));
+  else fill(live, sign("bad", "not live"), overview ? h("span", { class: "small", "aria-hidden": "true" }, ` ${span(age)} old`) : null);
   $("forget-key").hidden = !hasKey();
   fill($("foot"), `Times in ${zoneName()}. `, overview ? `prefetcher ${overview.version}. ` : "",
     h("a", { href: "docs" }, "HTTP reference"), ", ", h("a", { href: "metrics" }, "metrics"), ".");

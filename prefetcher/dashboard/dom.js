@@ -101,7 +101,7 @@ export function table(caption, heads, rows, more = {}) {
           const head = heads[i];
           return i === 0
             ? h("th", { scope: "row", role: "rowheader", "data-head": head.name ?? head, ...about(head) }, cell)
-            : h("td", { role: "cell", "data-head": head.name ?? head, ...about(head) }, cell);
+            : h("td", { role: "cell", "data-head": head.name ?? head, ...about(head), ...(cell === null ? { class: "nothing" } : {}) }, cell);
         }))))));
 }
 

@@ -74,6 +74,7 @@ export function make(page) {
         told.away_in_all ? null : h("code", {}, "prefetcher agent"))];
     }
     const offset = +page.chosen().page || 0;
+    const withDevice = told.nodes.some((node) => node.tiers.device);
     const shown = STATES.filter(([name]) => told.sums.states[name] > 0).map(([kind, name]) => ({ kind, name: `${name}: ${size(told.sums.states[kind])}` }));
     const free = Math.max(0, told.sums.budget_bytes - told.sums.taken_bytes);
     return [
@@ -84,12 +85,13 @@ export function make(page) {
       legend([...shown, { kind: "free", name: `free: ${size(free)}` }]),
       told.matched === 0 ? h("p", { class: "empty" }, "No node is like that. ", h("button", { type: "button", "data-act": "all-nodes" }, "Show all")) :
         table("Nodes, their memory by tier and state, their link and their problems",
-          ["Node", "Host memory", "Device memory", "Disk", "Link", "Problems"], told.nodes.map((node) => nodeRow(node, told.now_s)), { class: "matrix" }),
+          ["Node", "Host memory", ...(withDevice ? ["Device memory"] : []), "Disk", "Link", "Problems"], told.nodes.map((node) => nodeRow(node, told.now_s, withDevice)), { class: "matrix" }),
+      withDevice || told.matched === 0 ? null : h("p", { class: "small" }, "No node on this page reports device memory."),
       pager("nodes", offset, LIMIT, told.matched),
     ];
   }
 
-  function nodeRow(node, now) {
+  function nodeRow(node, now, withDevice) {
     const host = node.tiers.host;
     const device = node.tiers.device;
     const modes = { on: null, observe: sign("note", "observes"), off: sign("warn", "off") };
@@ -97,15 +99,15 @@ export function make(page) {
       key: node.node,
       class: node.problems_in_all ? "troubled" : "",
       cells: [
-        h("span", {}, node.node, node.group ? h("span", { class: "small" }, ` ${node.group}`) : "", " ", modes[node.mode],
-          now - node.at_s > 3 ? h("span", { class: "small" }, ` told ${ago(node.at_s, now)}`) : null),
+        h("span", {}, node.node, modes[node.mode] ? [" ", modes[node.mode]] : null, node.group ? h("span", { class: "small line" }, node.group) : null,
+          now - node.at_s > 3 ? h("span", { class: "small line" }, `told ${ago(node.at_s, now)}`) : null),
         tierView(host, node.moving),
-        device ? tierView(device, 0) : h("span", { class: "small" }, "none reported"),
-        `${whole(node.disk.models)} models, ${size(node.disk.bytes)}`,
-        `${size(node.link_bytes_per_s)}/s, ${percent(node.busy_ratio)} busy`,
+        ...(withDevice ? [device ? tierView(device, 0) : h("span", { class: "small" }, "none reported")] : []),
+        h("span", {}, count(node.disk.models, "model"), h("span", { class: "small line" }, size(node.disk.bytes))),
+        h("span", {}, `${percent(node.busy_ratio)} busy`, h("span", { class: "small line" }, `${size(node.link_bytes_per_s)}/s`)),
         node.problems_in_all
           ? h("span", {}, node.problems.map((text) => h("span", { class: "line" }, sign("warn", text))), node.problems_in_all > node.problems.length ? ` and ${node.problems_in_all - node.problems.length} more` : "")
-          : h("span", { class: "small" }, "none"),
+          : null,
       ],
     };
   }

@@ -27,7 +27,8 @@ export function make(page) {
     const name = encodeURIComponent(model);
     story.load(`v1/explain/${name}?span_s=${SPANS[chosenSpan] ? chosenSpan : 10800}`);
     cold.load(`v1/models/${name}/cold-start`);
-    windows.load(`v1/windows?model=${name}`);
+    // An endpoint without tuned windows is asked once.
+    if (windows.error?.status !== 404) windows.load(`v1/windows?model=${name}`);
   }
 
   function view() {
@@ -175,7 +176,7 @@ export function make(page) {
     return h("section", { "data-key": "chances", "aria-labelledby": "chances-head" }, h("h3", { id: "chances-head" }, "How likely it is used soon"),
       h("p", { class: "small" }, `As of ${clock(known.at_s, told.now_s)} (${zoneName()})${known.predictor ? `, by ${known.predictor}` : ""}${known.fallback ? `; it fell back: ${known.fallback}` : ""}.`),
       h("ul", { class: "chances" }, known.horizons_s.map((horizon, i) => h("li", { "data-key": String(horizon) },
-        h("span", {}, `within ${span(horizon)}`), h("meter", { min: 0, max: 1, value: known.probabilities[i], "aria-label": `within ${span(horizon)}` }), h("strong", {}, percent(known.probabilities[i]))))));
+        h("span", {}, `within ${span(horizon)}`), h("span", { class: "chance", "aria-hidden": "true" }, h("span", { style: `width: ${(100 * known.probabilities[i]).toFixed(1)}%` })), h("strong", {}, percent(known.probabilities[i]))))));
   }
 
   function coldStart(told) {

@@ -9,6 +9,7 @@ export const marks = ["orders"];
 /** Sums change with every second of memory held; more often than this nobody can read them. */
 const SOONEST_MS = 10000;
 const GB_H = 3.6e12;
+const MISSING = 5;
 const OUTCOMES = [
   ["hit", "hit", "ready before it was used"], ["late", "late", "used while it was still loading"],
   ["useless", "useless", "given up unused"], ["displaced", "displaced", "made room unused"],
@@ -25,9 +26,9 @@ export function make(page) {
     if (range === askedFor && performance.now() - askedAt < SOONEST_MS && report.error === null) return;
     askedAt = performance.now();
     askedFor = range;
-    const since = page.rangeS() === null ? "" : `&since=${Math.floor(page.now() - page.rangeS())}`;
-    report.load(`v1/report?node=*${since}`);
-    if (page.chosen().tab === "worth") hours.load(`v1/report?node=*&by=hour${since}`);
+    const since = page.rangeS() === null ? "0" : range;
+    report.load(`v1/report?since=${since}&by=arm`);
+    if (page.chosen().tab === "worth") hours.load(`v1/report?since=${since}&by=hour&most=1000`);
   }
 
   /** [answer, what stands below it] for the tab. */
@@ -150,8 +151,9 @@ export function make(page) {
     if (!told.missing.length) return null;
     return h("section", { "data-key": "missing", "aria-labelledby": "missing-head" },
       h("h2", { id: "missing-head" }, "Not in these figures"),
-      table("Nodes that are not in these figures", ["Node", "Why", "Last heard of"], told.missing.map((one) =>
-        ({ key: one.node, cells: [one.node, one.reason, one.seen_at_s === null ? "not known" : clock(one.seen_at_s, page.now())] }))));
+      table("Nodes that are not in these figures", ["Node", "Why", "Last heard of"], told.missing.slice(0, MISSING).map((one) =>
+        ({ key: one.node, cells: [one.node, one.reason, one.seen_at_s === null ? "not known" : clock(one.seen_at_s, page.now())] }))),
+      told.missing.length > MISSING ? h("p", { class: "small" }, `and ${whole(told.missing.length - MISSING)} more nodes`) : null);
   }
 
   return { load, view, answer };
