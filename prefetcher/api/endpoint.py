@@ -22,6 +22,7 @@ from prefetcher.api.page_routes import add_pages
 from prefetcher.api.problems import PROBLEMS, BodyLimit, explain_errors, problem
 from prefetcher.api.question_routes import add_questions
 from prefetcher.api.service import Service
+from prefetcher.api.window_routes import add_windows
 from prefetcher.dashboard.routes import add_dashboard
 
 __all__ = ["make_endpoint"]
@@ -46,6 +47,7 @@ def make_endpoint(service: Service, body_limit_bytes: int, access: Access | None
     add_acts(app, service, access)
     add_pages(app)
     add_jobs(app, service, access)
+    add_windows(app, service, access)
     add_dashboard(app, service, access)
     _add_health(app, service)
     _describe(app)
