@@ -19,6 +19,7 @@ __all__ = [
     "HORIZONS",
     "PERIOD_S",
     "VARIANTS",
+    "VARIANT_OF_HORIZON",
     "WINDOWS_S",
     "expert_policies",
     "rates_of_next_use",
@@ -32,11 +33,15 @@ HORIZONS = (0, 1, 2, 3, 6)
 #: The windows W of the rates, as indices of HORIZONS: the rates' first axis is in this order.
 _WINDOWS = (3, 1, 4)
 WINDOWS_S: tuple[float, ...] = tuple(HORIZONS_S[HORIZONS[w]] for w in _WINDOWS)
-#: How many rates the experts are told of each model: those of the windows, then the geometric mean of those of all HORIZONS as windows.
-#: It sees both who comes at once and who comes again within the hour.
-VARIANTS = len(WINDOWS_S) + 1
-_W10, _W2, _W60, _ALL = range(VARIANTS)
+#: How many rates the experts are told of each model: those of the windows, then the geometric mean of those of all HORIZONS as windows:
+#: it sees both who comes at once and who comes again within the hour. Then those that only windows of the tuner ask for, 5 and 15 min.
+VARIANTS = len(WINDOWS_S) + 3
+_W10, _W2, _W60, _ALL, _W5, _W15 = range(VARIANTS)
+#: The number of the rate whose horizon a window may have (`core.windows.WINDOW_HORIZONS_S`); −1: the expert's own.
+VARIANT_OF_HORIZON: dict[float, int] = {0.0: -1, 120.0: _W2, 300.0: _W5, 600.0: _W10, 900.0: _W15, 3600.0: _W60}
 _HORIZONS_S = np.array([HORIZONS_S[j] for j in HORIZONS])
+_TO_QUARTER_S = np.array([*_HORIZONS_S[:-1], 900.0])
+_QUARTER_SHARE = (900.0 - _HORIZONS_S[-2]) / (_HORIZONS_S[-1] - _HORIZONS_S[-2])
 
 #: An unused prefetch stays beyond its hold while its score is at least this share of what it was fetched at: what would follow it into its
 #: room is worth less. At a half, a log that can't be predicted (`dlrm_launches`) wastes up to 6 % of the GB·h held, at one 3 %.
@@ -77,9 +82,20 @@ def without_prefetch(policy: Policy) -> Policy:
 
 
 def rates_of_next_use(probability: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """float32[VARIANTS, n]: h per second for each of `WINDOWS_S` and for all horizons together, from P(used within each of HORIZONS),
-    float32[n, len(HORIZONS)].
+    """float32[VARIANTS, n]: h per second for each of `WINDOWS_S`, for all horizons together, for 5 and for 15 min, from P(used within each
+    of HORIZONS), float32[n, len(HORIZONS)]. Between 10 min and an hour the hazard is taken as constant.
     """
     p = np.ascontiguousarray(probability, dtype=np.float32)
     rates = np.stack([next_use_rate(p, _HORIZONS_S, window) for window in range(len(HORIZONS))])
-    return np.concatenate([rates[list(_WINDOWS)], mean_rate(rates)[np.newaxis]])
+    quarter = next_use_rate(_to_quarter(p), _TO_QUARTER_S, len(_TO_QUARTER_S) - 1)
+    return np.concatenate([rates[list(_WINDOWS)], mean_rate(rates)[np.newaxis], rates[2:3], quarter[np.newaxis]])
+
+
+def _to_quarter(p: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """P(used within 1, 2, 5, 10 and 15 min): the last by a constant hazard from 10 to 60 min."""
+    before, after = 1.0 - p[:, -2].astype(np.float64), 1.0 - p[:, -1].astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        kept = np.clip(after / np.maximum(before, 1e-6), 0.0, 1.0) ** _QUARTER_SHARE
+    out = p.copy()
+    out[:, -1] = 1.0 - before * kept
+    return out

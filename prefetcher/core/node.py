@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ __all__ = [
     "new_event_log",
     "no_hazard",
     "set_policy",
+    "set_windows",
 ]
 
 BLOCK_BYTES = 64 * 1024 * 1024  #: a running prefetch pauses only at multiples of this
@@ -105,9 +106,10 @@ class Policy:
     """One policy, in words. `tau` and `variant` are column numbers in `Demand.taus_s` and `Hazard`.
 
     `load_aware`: cost counts queue wait, joiners and those who wait for the link. `margin`: how many times the displaced value a prefetch
-    must be worth. `busy_ratio`: link use over ten minutes above which nothing is prefetched but what is hinted. `hints`: it is told
-    of hints, and fetches for them also where it would not prefetch. `stays_at`: an unused prefetch stays beyond its hold, at most
-    `value.MOST_HOLDS` of them, while its score is at least so many times that at which it was fetched. Seconds and bytes throughout.
+    must be worth. `hold_s`: how long an unused prefetch stays of a model that no window bounds (`Caches.windows`). `busy_ratio`: link use
+    over ten minutes above which nothing is prefetched but what is hinted. `hints`: it is told of hints, and fetches for them also where it
+    would not prefetch. `stays_at`: an unused prefetch stays beyond its hold, at most `value.MOST_HOLDS` of them, while its score is at
+    least so many times that at which it was fetched. Seconds and bytes throughout.
     """
 
     rank: Rank
@@ -148,6 +150,7 @@ CACHE = np.dtype(
         ("next_tick_s", "f8"), ("next_warm_s", "f8"), ("clock", "f8"),
         ("sieve_hand", "i8"), ("sieve_head", "i8"), ("sieve_tail", "i8"),
         ("period_wait_s", "f8"), ("period_byte_s", "f8"), ("held_at_s", "f8"),  # what the Hedge compares
+        ("period_wasted_byte_s", "f8"),  # of what ended in the period
         ("expiry_s", "f8"),  # no resident expires before this
     ]
 )  # fmt: skip
@@ -162,15 +165,17 @@ WEIGHTS = np.dtype(
     ]
 )  # fmt: skip
 
+#: What bounds a model's forecast prefetches (`core.windows`). `lead_s` is inf for no limit; `variant` is the number of the rate that ranks
+#: them, -1 for the policy's `prefetch_variant`.
+WINDOW = np.dtype([("lead_s", "f8"), ("hold_s", "f8"), ("variant", "i8")])
+
 RESIDENCY_EVENT = np.dtype(
     [
         ("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("ready_s", "f8"), ("last_use_s", "f8"), ("end_s", "f8"),
         ("prefetch", "?"), ("order", "i8"),
     ]
 )  # fmt: skip
-TRANSFER_EVENT = np.dtype(
-    [("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("end_s", "f8"), ("prefetch", "?"), ("order", "i8")]
-)
+TRANSFER_EVENT = np.dtype([("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("end_s", "f8"), ("prefetch", "?"), ("order", "i8")])
 ORDER_EVENT = np.dtype(
     [
         ("cache", "i8"), ("model", "i8"), ("issued_s", "f8"), ("ready_s", "f8"), ("first_use_s", "f8"), ("end_s", "f8"),
@@ -229,6 +234,7 @@ class Caches(NamedTuple):
     policy: npt.NDArray[np.void]  #: POLICY[E]
     cache: npt.NDArray[np.void]  #: CACHE[E]
     weights: npt.NDArray[np.void]  #: WEIGHTS[E, n]
+    windows: npt.NDArray[np.void]  #: WINDOW[E, n]
     queue: npt.NDArray[np.int64]  #: int64[E, n], queued models in the order of their first row
     idle: npt.NDArray[np.float32]  #: float32[E or 1, n or 1, IDLE_BINS]; hybrid only
     next_ts: npt.NDArray[np.float64]  #: float64[n], next row of each model; only for who knows the future
@@ -263,6 +269,13 @@ def set_policy(record: np.void, policy: Policy) -> None:
         record[name] = getattr(policy, name)
 
 
+def set_windows(caches: Caches, e: int | slice, lead_s: Any, hold_s: Any, variant: Any) -> None:
+    """Bounds the prefetches of cache `e` (or of some): one value for all models, or float64[n], float64[n], int64[n]. What is there stays
+    for as long as it was to stay when it came."""
+    windows = caches.windows[e]
+    windows["lead_s"], windows["hold_s"], windows["variant"] = lead_s, hold_s, variant
+
+
 def new_caches(policies: list[Policy], world: World, capacity_bytes: float) -> Caches:
     """Empty caches of one node, one a policy, each with `capacity_bytes`."""
     count, models = len(policies), len(world.size_bytes)
@@ -270,6 +283,7 @@ def new_caches(policies: list[Policy], world: World, capacity_bytes: float) -> C
         policy=np.zeros(count, POLICY),
         cache=np.zeros(count, CACHE),
         weights=np.zeros((count, models), WEIGHTS),
+        windows=np.zeros((count, models), WINDOW),
         queue=np.zeros((count, models), np.int64),
         idle=np.zeros((count, models, IDLE_BINS) if any(p.idle_windows for p in policies) else (1, 1, IDLE_BINS), np.float32),
         next_ts=world.first_ts.copy(),
@@ -277,6 +291,8 @@ def new_caches(policies: list[Policy], world: World, capacity_bytes: float) -> C
     )
     for record, policy in zip(caches.policy, policies, strict=True):
         set_policy(record, policy)
+    caches.windows["lead_s"], caches.windows["variant"] = np.inf, -1
+    caches.windows["hold_s"] = caches.policy["hold_s"][:, np.newaxis]
     cache, weights = caches.cache, caches.weights
     cache["capacity"] = capacity_bytes
     cache["moving"] = cache["partial"] = cache["sieve_hand"] = cache["sieve_head"] = cache["sieve_tail"] = -1

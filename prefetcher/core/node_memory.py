@@ -73,6 +73,8 @@ def evict(e: int, model: int, at_s: float, outcome: int, world: World, demand: D
     if caches.policy[e].rank == SIEVE and w.status == READY:
         sieve_leave(e, model, caches)
     cache.used -= world.size_bytes[model]
+    if w.unused and outcome != OPEN:
+        cache.period_wasted_byte_s += world.size_bytes[model] * (at_s - w.taken_s)
     if w.order >= 0:
         order = log.orders[w.order]
         order.end_s = at_s

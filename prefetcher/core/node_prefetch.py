@@ -28,7 +28,7 @@ from prefetcher.core.node import (
 from prefetcher.core.node_memory import evict, make_room, ready_models, start_transfer, take_memory, victims_in_order
 from prefetcher.core.planner import choose_victims, outbids
 from prefetcher.core.ranking import hint_per_s, key_of, key_of_rate, next_use_per_s
-from prefetcher.core.value import LEAST_CHANCE, MOST_HOLDS, head_start, load_discount
+from prefetcher.core.value import LEAST_CHANCE, MOST_HOLDS, head_start, load_discount, may_start
 
 __all__ = ["BUSY_TAU_S", "is_likely", "prefetch_by_index", "prefetch_earliest", "prewarm", "stay_on"]
 
@@ -77,6 +77,15 @@ def is_likely(e: int, model: int, now_s: float, hazard: Hazard, caches: Caches) 
 
 
 @kernel_part
+def _variant(e: int, model: int, caches: Caches) -> int:
+    """The rate that ranks prefetches of `model`, and what they displace: its window's, else the policy's."""
+    variant = caches.windows[e, model].variant
+    if variant < 0:
+        variant = caches.policy[e].prefetch_variant
+    return int(variant)
+
+
+@kernel_part
 def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
     """The guarded prefetch: on a quiet link, the highest discounted index first, at `margin` times what it displaces. What is hinted is
     fetched on a busy link too, and by caches that don't prefetch otherwise."""
@@ -99,7 +108,10 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
             continue
         rate = 0.0
         if not hinted_only and demand.rows[m] > 0:
-            rate = next_use_per_s(policy.rank, policy.tau, policy.prefetch_variant, m, now_s, demand, hazard, world, caches.next_ts)
+            rate = next_use_per_s(policy.rank, policy.tau, _variant(e, m, caches), m, now_s, demand, hazard, world, caches.next_ts)
+            # What has begun and is paused may go on.
+            if status != PREFETCH and not may_start(rate, world.link_s[m], cache.recent_wait_s, caches.windows[e, m].lead_s):
+                rate = 0.0
         hinted = hint_per_s(e, m, now_s, hazard, caches)
         if rate <= 0.0 and hinted <= 0.0:
             continue
@@ -144,7 +156,8 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
                 residents = ready_models(e, -1, caches)
                 key = np.empty(len(weights))
                 for resident in residents:
-                    key[resident] = key_of(e, int(resident), policy.prefetch_variant, False, now_s, world, demand, hazard, caches)
+                    variant = _variant(e, int(resident), caches)
+                    key[resident] = key_of(e, int(resident), variant, False, now_s, world, demand, hazard, caches)
             victims, suffice = choose_victims(key, world.size_bytes, residents, need)
             if not suffice or not outbids(score[place] / policy.margin, world.size_bytes[model], key, world.size_bytes, victims):
                 continue
@@ -174,10 +187,10 @@ def stay_on(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, 
         w = weights[m]
         if w.status != READY or not w.unused or log.orders[w.order].hint or w.expiry_s <= now_s or w.expiry_s > next_s:
             continue
-        rate = next_use_per_s(policy.rank, policy.tau, policy.prefetch_variant, m, now_s, demand, hazard, world, caches.next_ts)
+        rate = next_use_per_s(policy.rank, policy.tau, _variant(e, m, caches), m, now_s, demand, hazard, world, caches.next_ts)
         score = key_of_rate(e, m, rate, False, now_s, world, demand, caches) * load_discount(rate, world.link_s[m])
         if score >= policy.stays_at * w.priority:
-            w.expiry_s = max(w.expiry_s, min(w.expiry_s + world.tick_s, w.ready_s + MOST_HOLDS * policy.hold_s))
+            w.expiry_s = max(w.expiry_s, min(w.expiry_s + world.tick_s, w.ready_s + MOST_HOLDS * caches.windows[e, m].hold_s))
 
 
 @kernel_part

@@ -144,7 +144,7 @@ def _end_transfer(e: int, world: World, demand: Demand, hazard: Hazard, caches: 
     else:
         cache.partial = -1
         w.priority = max(w.priority, cache.clock)
-        hold_until_s = now_s + policy.hold_s
+        hold_until_s = now_s + caches.windows[e, model].hold_s
         if w.order >= 0 and log.orders[w.order].hint:
             hold_until_s = max(hazard.hinted[model].until_s, now_s)
         set_expiry(e, model, w.tail_s if policy.idle_windows else hold_until_s, caches)
@@ -288,7 +288,7 @@ def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Deman
     if w.last_order >= 0:
         last = log.orders[w.last_order]
         if last.outcome >= USELESS:
-            last.premature = now_s - last.end_s <= min(policy.hold_s, 600.0)
+            last.premature = now_s - last.end_s <= min(caches.windows[e, model].hold_s, 600.0)
             w.last_order = -1
     if w.status == READY:
         if w.unused:

@@ -21,6 +21,7 @@ __all__ = [
     "hinted_rate",
     "index_per_byte",
     "load_discount",
+    "may_start",
     "mean_load_s",
     "mean_rate",
     "miss_cost_s",
@@ -73,6 +74,12 @@ def index_per_byte(next_use_per_s: float, cost_s: float, size_bytes: float) -> f
 def load_discount(next_use_per_s: float, link_s: float) -> float:
     """exp(−3·h·s/BW): what will be asked for while it loads is hardly helped by a prefetch."""
     return math.exp(-3.0 * next_use_per_s * link_s)
+
+
+@kernel_part
+def may_start(next_use_per_s: float, link_s: float, recent_wait_s: float, lead_s: float) -> bool:
+    """Whether a use that is expected 1/h from now is at most the mean time to load plus `lead_s` away."""
+    return bool(next_use_per_s * (mean_load_s(link_s, recent_wait_s) + lead_s) >= 1.0) or bool(lead_s == np.inf)
 
 
 @kernel_part
