@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 from prefetcher.controller import records
 from prefetcher.controller.remembered import Remembered
 from prefetcher.core.hints import Expected
-from prefetcher.core.schedules import Need, Needs, Schedule, needs
+from prefetcher.core.schedules import Need, Needs, Schedule, needs, next_window
 from prefetcher.core.types import Cause, NodeName
 from prefetcher.ports import StateStore
 from prefetcher.telemetry.logs import log
@@ -22,6 +22,8 @@ __all__ = ["BatchWindows"]
 
 #: A plan a tick carries out what a window needs; of a long tick no more than this is added to the lead.
 _MOST_TICK_S = 60.0
+#: Loads of a window begin a few loads and a tick before it.
+_PLACED_AHEAD_S = 900.0
 
 
 class BatchWindows:
@@ -60,6 +62,15 @@ class BatchWindows:
             return
         self._said = ""
         self._schedules = found
+
+    def models_soon(self, now_s: float) -> set[str]:
+        """Models of schedules that name no node and are open, or begin soon: where they go is decided together with all others."""
+        found: set[str] = set()
+        for schedule in self._schedules:
+            window = None if schedule.node else next_window(schedule, _zone(schedule.tz), now_s)
+            if window is not None and window.start_s - now_s <= max(_PLACED_AHEAD_S, schedule.lead_s or 0.0):
+                found |= set(schedule.models)
+        return found
 
     def at(self, node: NodeName, report: records.NodeReport, is_home: Callable[[str], bool], now_s: float) -> Needs:
         """What is needed at `node` now; remembered for `expected`."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from prefetcher.clock import Clock
 from prefetcher.controller import records
@@ -25,6 +26,7 @@ from prefetcher.controller.experiment import ExperimentKeeper
 from prefetcher.controller.intake import Came, Intake
 from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.nodes import Nodes
+from prefetcher.controller.placing import Placing
 from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, make_plan, worth_of
 from prefetcher.core.experts import WINDOWS_S
 from prefetcher.core.hints import Expected, Hint
@@ -104,6 +106,7 @@ class Controller:
         self._intake: Intake | None = None
         self._wanted: set[str] = set()
         self._nodes = Nodes(state, options.nodes)
+        self._placing = Placing(self._nodes, options.price_s_per_gb_h, options.hold_s, self._ordered_for)
         self._batch = BatchWindows(state, options.batch_ratio, options.tick_s)
         self._past: dict[NodeName, dict[str, PastOrder]] = {}
         self._next_tick_s = -np.inf
@@ -117,6 +120,8 @@ class Controller:
         #: float32[windows, n]: rates of next use of every model at the last tick.
         self._rates = np.zeros((len(WINDOWS_S), 0), np.float32)
         self._shadows: dict[NodeName, ShadowCaches] = {}
+        #: Names of models, and how much of each one's forecast is whose, as of the last tick; None for one node alone.
+        self._shares: tuple[list[str], dict[NodeName, npt.NDArray[np.float32]] | None] | None = None
         self._switched_on = True
         self._refit: Refit | None = None
         self._counted: dict[tuple[str, str], int] = {}
@@ -133,7 +138,8 @@ class Controller:
             UnavailableError: the state store does not answer.
         """
         self.fence = self._state.next_number(records.EPOCH) if fence is None else fence
-        raw, shadows, hints, switch = self._state.read_many([records.LEARNED, records.SHADOWS, records.HINTS, records.SWITCH])
+        kept = [records.LEARNED, records.SHADOWS, records.HINTS, records.ROUTES, records.SWITCH]
+        raw, shadows, hints, routes, switch = self._state.read_many(kept)
         self._switched_on = self._nodes.read_switch(switch).on
         if raw is not None:
             try:
@@ -143,6 +149,8 @@ class Controller:
                     self._hints = Hints.restore(msgspec.json.decode(hints))
                     if self._hints.problem:
                         log().warning("hint_classifier_not_restored", reason=self._hints.problem, then="sources' records stand meanwhile")
+                if routes is not None:
+                    self._nodes.shares.restore(msgspec.json.decode(routes))
                 log().info("learned_restored", positions=len(self._learner.positions), rows=self._learner.traffic.rows)
             except (ValueError, KeyError, TypeError) as exc:
                 log().error("snapshot_unreadable", reason=str(exc), then="learning again from the request log")
@@ -250,6 +258,8 @@ class Controller:
         if tick and not self.deposed:
             self._tell_forecasts(now_s)
             self._run_experiment(now_s)
+            self._nodes.shares.forget(now_s)
+            self._placing.weigh_copies(dict(zip(self._learner.names, np.nan_to_num(self._rates[0]).tolist(), strict=False)))
         self._look_after_fit(now_s)
         if now_s >= self._next_snapshot_s:
             self.save()
@@ -268,6 +278,10 @@ class Controller:
             taken = self._learner.take(piece, came.positions if last else {}, now_s, caught_up=caught_up)
             if taken.repeated:
                 self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
+            if len(taken.ticks):
+                self._rates = taken.at_tick[: len(WINDOWS_S), -1]
+            if caught_up:
+                self._place(now_s)
             self._let_shadows_see(taken, now_s if caught_up else -np.inf)
             self.alive_s = self._clock.steady_s()
             self._metrics.learned.set(self._learner.traffic.rows)
@@ -282,8 +296,6 @@ class Controller:
                 self._on_rows(node, rows, self._index_after(node, rows, now_s))
             if fresh and taken.started:
                 self._wanted.add("started")
-            if len(taken.ticks):
-                self._rates = taken.at_tick[: len(WINDOWS_S), -1]
 
     # --- hints ---
 
@@ -325,8 +337,24 @@ class Controller:
         return ordered or not self._nodes.may_bring(home, model, now_s - _HINT_WAITS_S * self._clock.speed)
 
     def _home(self, model: str) -> NodeName | None:
-        ordered = [node for node, past in self._past.items() if (entry := past.get(model)) is not None and not entry.ended]
-        return self._nodes.home(model, ordered)
+        return self._placing.home(model)
+
+    def _ordered_for(self, model: str) -> list[NodeName]:
+        return [node for node, past in self._past.items() if (entry := past.get(model)) is not None and not entry.ended]
+
+    def _place(self, now_s: float) -> None:
+        """Spreads what hints, schedules and forecasts say is wanted soon, and is nowhere, over all nodes."""
+        if len(self._nodes.reports) < 2:
+            return
+        within_s = WINDOWS_S[0]
+        chances = -np.expm1(-np.nan_to_num(self._rates[0]) * within_s)
+        wanted = dict(zip(self._learner.names, chances.tolist(), strict=False))
+        for model in self._hints.book.models():
+            said = self._hints.book.expected(model, now_s)
+            if said is not None:
+                wanted[model] = max(wanted.get(model, 0.0), said.probability)
+        wanted |= dict.fromkeys(self._batch.models_soon(now_s), 1.0)
+        self._placing.place(wanted)
 
     def _expected(self, node: NodeName, now_s: float) -> dict[str, Expected]:
         """What hints and batch schedules say about the models that this node is to bring."""
@@ -380,18 +408,24 @@ class Controller:
     def _plan_for(self, wanted: set[str]) -> None:
         """Plans every node at a tick and for what concerns all, and for a hint or a start only the nodes that it concerns."""
         nodes = self._nodes.names
+        if wanted != {"hint"}:
+            self._batch.look()
+        self._place(self._clock.now_s())
         if wanted == {"hint"}:
             nodes = list(dict.fromkeys(home for model in sorted(self._hinted) if (home := self._home(model)) is not None))
-        else:
-            self._batch.look()
         for node in nodes:
             self.plan(node, "tick" if "tick" in wanted else sorted(wanted)[0])
+        if not self.deposed:
+            self._tell_placements(self._clock.now_s())
         self._hinted.clear()
         self._hint_due_s = np.inf
 
     def _let_shadows_see(self, taken: Taken, until_s: float) -> None:
         """Takes every node's shadow caches through the rows that are its own."""
         homes = {model: self._home(model) for model in {row.model for row in taken.rows if row.node is None}}
+        if len(taken.ticks) or self._shares is None or len(self._shares[0]) < len(self._learner.names):
+            self._shares = (list(self._learner.names), self._placing.shares_at(self._learner.names))
+        shares = self._shares[1]
         for node in self._nodes.reports:
             until = until_s if np.isfinite(until_s) else float(taken.ts.max(initial=self._learner.traffic.newest_s))
             shadows = self._shadows.get(node)
@@ -404,7 +438,12 @@ class Controller:
             if anew or taken.started:
                 self._tell_catalog(node)
             mine = np.array([(row.node or homes[row.model]) == node for row in taken.rows], np.bool_)
-            shadows.advance(taken.ts[mine], taken.model[mine], taken.after_row[:, mine], taken.ticks, taken.at_tick, until)
+            after_row, at_tick = taken.after_row[:, mine], taken.at_tick
+            if shares is not None and node in shares:
+                # A model's forecast is for the requests of all nodes; each gets its own share of it.
+                share = shares[node]
+                after_row, at_tick = after_row * share[taken.model[mine]], at_tick * share[: at_tick.shape[2]]
+            shadows.advance(taken.ts[mine], taken.model[mine], after_row, taken.ticks, at_tick, until)
 
     def _new_shadows(self, start_s: float) -> ShadowCaches:
         options = self._options
@@ -466,6 +505,12 @@ class Controller:
         told = records.encode(records.Forecasts(now_s, until_s, models, likely, sources, self._hints.classifier.stands))
         self._state.write({records.FORECASTS: told}, expire_s=2.0 * self._options.tick_s / self._clock.speed)
 
+    def _tell_placements(self, now_s: float) -> None:
+        """Where routers may send what, for endpoints."""
+        until_s = now_s + 2.0 * self._options.tick_s
+        told = records.encode(self._placing.told(now_s, until_s))
+        self._state.write({records.PLACEMENTS: told}, expire_s=2.0 * self._options.tick_s / self._clock.speed)
+
     def plan(self, node: NodeName, trigger: str) -> Planned | None:
         """Makes and writes one node's plan; None while the node reports nothing, or when another controller leads."""
         started_s = self._clock.steady_s()
@@ -514,6 +559,7 @@ class Controller:
             self.deposed = True
             log().error("controller_deposed", fence=self.fence, reason="another controller leads")
             return None
+        self._placing.planned(report, {str(w.key.model): w.index for w in planned.plan.desired})
         for order, score in planned.new:
             past[str(order.key.model)] = PastOrder(order, score)
             log().info(
@@ -600,6 +646,7 @@ class Controller:
             records.LEARNED: self._learner.snapshot(),
             records.SHADOWS: records.pack_arrays(arrays, facts),
             records.HINTS: records.encode(self._hints.snapshot()),
+            records.ROUTES: records.encode(self._nodes.shares.snapshot()),
         }
         if self._state.write_fenced(records.FENCE, self.fence, learned):
             self._saved = dict(self._learner.positions)

@@ -1,14 +1,15 @@
 """The nodes that a controller plans for: who reports what, what people switched and pinned, and which node a model is at home on.
 
-Covers neither plans nor shadow caches, nor where copies of one model are worth having on several nodes: a model has one home.
+Covers neither plans nor shadow caches, nor how what is wanted and nowhere is spread over nodes (`controller.placing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from prefetcher.controller import records
 from prefetcher.core.rendezvous import by_rendezvous
+from prefetcher.core.routing_shares import RoutingShares
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.ports import StateStore
 from prefetcher.telemetry.logs import log
@@ -17,6 +18,8 @@ __all__ = ["Nodes"]
 
 #: A node that did not report for this long is planned for no more.
 _FORGOTTEN_S = 86_400.0
+#: A node that has the weights stays their home until another gets this many times its share of the requests.
+_LEAVES_AT = 2.0
 
 
 class Nodes:
@@ -34,8 +37,15 @@ class Nodes:
         self._unreadable: set[NodeName] = set()
         self._switch: records.Switch | None = None
         self._said: dict[str, str] = {}
-        #: The node that served each model last.
-        self._served: dict[str, NodeName] = {}
+        self._ready: dict[NodeName, frozenset[str]] = {}
+        #: The nodes that can load each model, in order, and which of them hashing prefers; made anew where a node's catalog changes.
+        self._able: dict[str, list[NodeName]] = {}
+        self._hashed: dict[str, NodeName] = {}
+        self._counted: dict[NodeName, frozenset[str]] = {}
+        self._by_name: dict[NodeName, tuple[records.NodeReport, dict[str, records.KnownWeights]]] = {}
+        self.shares = RoutingShares()
+        #: Where what is wanted and nowhere was placed (`controller.placing`).
+        self.placed: Mapping[str, NodeName] = {}
 
     def look(self, now_s: float) -> None:
         """Reads who reports now.
@@ -64,8 +74,11 @@ class Nodes:
         self._unreadable.discard(node)
         self.reports[node] = report
         self._read_s[node] = now_s
-        self._known[node] = frozenset(k.model for k in report.known)
+        known = frozenset(k.model for k in report.known)
+        # The same set as before while it says the same: `_count` looks no further.
+        self._known[node] = self._known[node] if self._known.get(node) == known else known
         self._held[node] = frozenset(h.model for h in report.held)
+        self._ready[node] = frozenset(h.model for h in report.held if h.state == "ready")
         return report
 
     def read_switch(self, raw: bytes | None) -> records.Switch:
@@ -102,24 +115,80 @@ class Nodes:
         return model in self._known.get(node, ()) and model not in self._held.get(node, ())
 
     def served(self, rows: Iterable[RequestSeen]) -> None:
-        """Rows that name their node say where their models are asked for."""
+        """Rows that name their node say where their models are asked for, and whether they are there."""
         for row in rows:
-            if row.node is not None:
-                self._served[row.model] = row.node
+            self.shares.saw(row.model, row.node, row.ts, row.node is not None and row.model not in self._ready.get(row.node, ()))
+
+    def able(self, model: str) -> list[NodeName]:
+        """The nodes that report and can load `model`, in the order of names."""
+        self._count()
+        return self._able.get(model, [])
+
+    def _count(self) -> None:
+        """Takes in which nodes came, went, or know other models."""
+        for node in [*self._counted.keys(), *(self.reports.keys() - self._counted.keys())]:
+            before, now = self._counted.get(node, frozenset()), self._known[node] if node in self.reports else frozenset()
+            if before is now:
+                continue
+            for model in before ^ now:
+                nodes = set(self._able.get(model, ())) ^ {node}
+                self._able[model] = sorted(nodes)
+                self._hashed.pop(model, None)
+            self._counted[node] = now
+        for node in self._counted.keys() - self.reports.keys():
+            del self._counted[node]
+
+    def having(self, model: str) -> list[NodeName]:
+        """The nodes that have the weights of `model` in memory or on their way."""
+        return [node for node in self.able(model) if model in self._held[node]]
+
+    def size_of(self, node: NodeName, model: str) -> float:
+        """The bytes of `model` as `node` knows it; 0 where it does not."""
+        known = self._entries(node).get(model)
+        return 0.0 if known is None else float(known.bytes)
+
+    def load_s(self, node: NodeName, model: str) -> float:
+        """How long loading `model` takes the link of `node`; 0 where it can't be loaded."""
+        known = self._entries(node).get(model)
+        return 0.0 if known is None else known.load_s
+
+    def _entries(self, node: NodeName) -> dict[str, records.KnownWeights]:
+        report = self.reports.get(node)
+        if report is None:
+            return {}
+        found = self._by_name.get(node)
+        if found is None or found[0] is not report:
+            found = self._by_name[node] = (report, {k.model: k for k in report.known})
+        return found[1]
+
+    def has_ready(self, node: NodeName, model: str) -> bool:
+        return model in self._ready.get(node, ())
 
     def home(self, model: str, ordered: Iterable[NodeName] = ()) -> NodeName | None:
         """The node that hints for `model`, and rows that name none, are for; None where no node can load it.
 
-        The one that has its weights or gets them, else one that they are `ordered` for, else the one that served it last, else the one that
-        hashing gives it among those that can load it. Of one node alone, that one.
+        Where requests name nodes, the one that gets most of them, unless one that has the weights may get half as many, those that name
+        none included. Else the one that has the weights or gets them, else one that they are `ordered` for, else where they were placed,
+        else the one that hashing gives it among those that can load it. Of one node alone, that one.
         """
         if len(self.names) == 1:
             return self.names[0]
-        able = [node for node in self.reports if model in self._known[node]]
+        able = self.able(model)
+        if not able:
+            return None
         having = [node for node in able if model in self._held[node]]
-        last = self._served.get(model)
+        shares = self.shares.of(model, able)
+        if shares:
+            most, unnamed = max(shares.values()), 1.0 - sum(shares.values())
+            liked = [node for node in having if (shares.get(node, 0.0) + unnamed) * _LEAVES_AT >= most]
+            liked = liked or [NodeName(node) for node, share in shares.items() if share == most]
+            return liked[by_rendezvous(model, liked)[0]]
         coming = [node for node in ordered if node in able]
-        for found in (having, coming, [last] if last in able else [], able):
+        at = self.placed.get(model)
+        for found in (having, coming, [at] if at in able else []):
             if found:
-                return found[by_rendezvous(model, found)[0]]
-        return None
+                return found[by_rendezvous(model, found)[0]] if len(found) > 1 else found[0]
+        hashed = self._hashed.get(model)
+        if hashed is None:
+            hashed = self._hashed[model] = able[by_rendezvous(model, able)[0]]
+        return hashed

@@ -400,13 +400,12 @@ class Placements(msgspec.Struct, frozen=True):
 
 
 class Intent(msgspec.Struct, frozen=True):
-    """A router was told that `model` goes to `node`, `rows` times since `at_s`. It takes that node's link for `load_s` seconds and
-    `bytes` of its memory (0: served uncached), until its report shows so, or `until_s`."""
+    """A router was told at `at_s` that a model goes to `node`, with `rows` requests. It takes that node's link for `load_s` seconds, until
+    its report shows so, or `until_s`."""
 
     node: str
-    rows: float
+    rows: int
     load_s: float
-    bytes: float
     at_s: float
     until_s: float
 

@@ -18,8 +18,7 @@ __all__ = ["HALF_LIFE_S", "RoutingShares", "decayed", "second_copy_gain"]
 HALF_LIFE_S = 3_600.0
 #: Less than this share is chance, or a router that fell back once.
 _LEAST_SHARE = 0.05
-#: What is left of a count after a day; nobody is told of it.
-_FORGOTTEN = 1e-6
+_FORGOTTEN_S = 2_592_000.0
 #: The node of rows that name none.
 _NOWHERE = ""
 
@@ -57,18 +56,18 @@ class RoutingShares:
         left = decayed(1.0, last_s, ts, self._half_life_s)
         nodes[node or _NOWHERE] = (rows * left + 1.0, waits * left + waited, max(last_s, ts))
 
-    def of(self, model: str, now_s: float, among: Iterable[str]) -> dict[str, float]:
-        """The share of its rows that name each node of `among`, largest first; what is left to 1 names none, or another. Empty where none
-        does. Equal shares are in the order of names."""
+    def of(self, model: str, among: Iterable[str]) -> dict[str, float]:
+        """The share of its rows that name each node of `among`, largest first; what is left to 1 names none. Empty where none does. Equal
+        shares are in the order of names. However long ago its last row was: a model that is used once a week goes where it went."""
         nodes = self._seen.get(model)
         if nodes is None:
             return {}
-        now_s = max([now_s, *(last_s for _, _, last_s in nodes.values())])
+        now_s = max(last_s for _, _, last_s in nodes.values())
         counts = {node: decayed(rows, last_s, now_s, self._half_life_s) for node, (rows, _, last_s) in nodes.items()}
         able = {node: counts[node] for node in among if node in counts and node != _NOWHERE}
         # A node that is gone takes its share along: those that are left share what it had.
         total = sum(able.values()) + counts.get(_NOWHERE, 0.0)
-        if total <= _FORGOTTEN:
+        if not able or total <= 0.0:
             return {}
         found = {node: count / total for node, count in able.items() if count / total >= _LEAST_SHARE}
         return dict(sorted(found.items(), key=lambda pair: (-pair[1], pair[0])))
@@ -79,11 +78,15 @@ class RoutingShares:
         rows, waits, _ = self._seen.get(model, {}).get(node, (0.0, 0.0, 0.0))
         return waits / (rows + 1.0)
 
+    def models(self) -> list[str]:
+        """Those of which some row named a node."""
+        return [model for model, nodes in self._seen.items() if nodes.keys() - {_NOWHERE}]
+
     def forget(self, now_s: float) -> None:
-        """Drops what decayed to nothing."""
+        """Drops what nobody asked for in a month."""
         for model in list(self._seen):
             nodes = self._seen[model]
-            for node in [n for n, (rows, _, last_s) in nodes.items() if decayed(rows, last_s, now_s, self._half_life_s) < _FORGOTTEN]:
+            for node in [node for node, (_, _, last_s) in nodes.items() if now_s - last_s > _FORGOTTEN_S]:
                 del nodes[node]
             if not nodes:
                 del self._seen[model]
