@@ -46,6 +46,7 @@ from prefetcher.ingest.tables import TablesReader, connect, user_key
 from prefetcher.ingest.users import UserHasher
 from prefetcher.ports import Streams, StreamWriter, Topic
 from prefetcher.process import Process, listen
+from prefetcher.report.desk import ReportDesk
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.memory import available_bytes
 from prefetcher.telemetry.metrics import Metrics
@@ -81,7 +82,7 @@ class App(Process):
         self._roles = frozenset(roles)
         self._node = NodeName(settings.node.name)
         self._folder = settings.state.dir.expanduser().absolute()
-        self.clock = _clock(settings)
+        self.clock = clock_of(settings)
         self.metrics = Metrics()
         self.metrics.available.set_function(available_bytes)
         self._fitted = Fitted(settings, self.clock, self.metrics)
@@ -246,6 +247,7 @@ class App(Process):
             tables=TablesReader(client),
             clock=self.clock,
             history=self._folder / "history",
+            ledger=self._folder / "ledger",
             forecasts=self._folder / "forecasts",
             new_learner=self._fitted.new_learner,
             save_hazard=self._fitted.save_hazard,
@@ -301,6 +303,8 @@ class App(Process):
                 decision.hold_s,
                 self._settings.state.snapshot_s,
                 decision.batch_ratio,
+                idle_pin_after_s=self._settings.report.idle_pin_after_s,
+                release_idle_pins=self._settings.report.release_idle_pins,
             ),
             arm_of=self._experiment.arm,
             on_rows=self._rows_came,
@@ -378,6 +382,7 @@ class App(Process):
         )
         service.check_log = lambda: "" if self._follower is None else self._follower.unreadable
         service.note = lambda: "" if self._follower is None else self._follower.problem
+        service.reports = ReportDesk(self._state, self.clock, self._settings.report, self._folder / "ledger")
         tables = connect(self._state_url)
         self.closes("tables", tables.close)
         service.past = Past(TablesReader(tables), self._folder / "history", self._folder / "forecasts", self._fitted.load_seasons)
@@ -495,7 +500,8 @@ def _announce(rows: queue.SimpleQueue[RequestSeen], writer: StreamWriter, stop: 
                 log().warning("open_not_learned", model=row.model, reason=str(exc))
 
 
-def _clock(settings: Settings) -> Clock:
+def clock_of(settings: Settings) -> Clock:
+    """The clock that the settings name. Raises SettingsError."""
     if settings.clock.speed == 1.0 and settings.clock.origin_s is None:
         return SystemClock()
     if settings.clock.origin_s is None:

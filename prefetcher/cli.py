@@ -25,6 +25,7 @@ from prefetcher.cli_hints import add_hint_command
 from prefetcher.cli_jobs import add_job_commands
 from prefetcher.cli_windows import add_window_commands
 from prefetcher.cli_predictors import add_predictor_commands
+from prefetcher.cli_report import add_report_command
 from prefetcher.cli_roles import Config, add_commands, run_app
 from prefetcher.cli_settings import OF_REPLAY, OF_UP, overrides_of, with_defaults
 from prefetcher.errors import InputError, PrefetcherError, UsageError
@@ -327,6 +328,7 @@ add_doctor_command(app)
 add_job_commands(app)
 add_window_commands(app)
 add_predictor_commands(app)
+add_report_command(app)
 
 
 def _end_in_order() -> None:

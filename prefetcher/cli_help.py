@@ -13,7 +13,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "See what it would save": ("demo", "replay", "backtest", "predictors"),
     "Set a machine up": ("doctor", "manifest", "compile", "config"),
     "Run it": ("up", "agent", "controller", "ingest", "api", "scheduler"),
-    "Look": ("status", "explain", "ledger", "jobs", "windows"),
+    "Look": ("status", "report", "explain", "ledger", "jobs", "windows"),
     "Say what comes, and act by hand": ("hint", "schedule", "pin", "unpin", "load", "evict", "off", "on", "forget"),
     "Measure it": ("bench",),
 }

@@ -176,6 +176,17 @@ class StateSettings(_Group):
     snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of what was learned")
 
 
+class ReportSettings(_Group):
+    """What reports measure by, and what is done about memory that earns too little."""
+
+    slo_under_s: float = Field(default=2.0, gt=0, description="how long a first request may wait: the objective of reports")
+    slo_target_ratio: float = Field(default=0.99, gt=0, lt=1, description="share of first requests that are to be served within that")
+    idle_pin_after_s: float = Field(
+        default=86_400.0, gt=0, description="how long the index of pinned weights may be under the price before that is reported"
+    )
+    release_idle_pins: bool = Field(default=False, description="take such pins away; a pin may also allow it by itself")
+
+
 class ArtifactSettings(_Group):
     """Where what was fitted is kept, in versions."""
 
@@ -268,6 +279,7 @@ class Settings(BaseSettings):
     decision: DecisionSettings = Field(default_factory=DecisionSettings)
     api: ApiSettings = Field(default_factory=ApiSettings)
     state: StateSettings = Field(default_factory=StateSettings)
+    report: ReportSettings = Field(default_factory=ReportSettings)
     artifacts: ArtifactSettings = Field(default_factory=ArtifactSettings)
     seasonal: SeasonalSettings = Field(default_factory=SeasonalSettings)
     fit: FitSettings = Field(default_factory=FitSettings)

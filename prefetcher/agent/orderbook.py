@@ -85,6 +85,7 @@ def _record(entry: OrderEntry) -> OrderRecord:
         premature=None if entry.end_s is None else entry.premature,
         redundant=entry.redundant,
         contributions=order.contributions,
+        source=order.source,
     )
 
 

@@ -24,15 +24,16 @@ _EVERY_S = 5.0
 _IDLE_S = 60.0
 #: Sums in one message: some 150 kB, where brokers take 1 MB.
 _AT_ONCE = 400
-#: Hours that the state store shows: eight days; those before are in the parquet history.
+#: Hours that the state store shows after they changed last: eight days; those before are in the parquet history.
 HOURS_KEPT = 192
+_HOUR_S = 3600.0
 
 
 class SumsState(msgspec.Struct):
     """What outlives an agent's process beside its ledger."""
 
     since_s: float
-    hours: list[HourPart] = []
+    hours: list[tuple[int, int, int]] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,21 @@ class Told:
 
     node: NodeName
     since_s: float
-    _hours: dict[HourPart, None] = field(default_factory=dict)
+    #: By hour and part, the hour in which it was written.
+    _hours: dict[HourPart, int] = field(default_factory=dict)
     _held: dict[tuple[str, str, str], HeldEntry] | None = None
     _slots: dict[int, dict[int, int]] = field(default_factory=dict)
     _at_s: float = float("-inf")
 
     def state(self) -> SumsState:
-        return SumsState(self.since_s, list(self._hours))
+        return SumsState(self.since_s, self._listed())
+
+    def _listed(self) -> list[tuple[int, int, int]]:
+        return [(hour, part, written) for (hour, part), written in sorted(self._hours.items())]
 
     def restore(self, state: SumsState) -> None:
-        self.since_s, self._hours, self._held, self._slots = state.since_s, dict.fromkeys(state.hours), None, {}
+        self.since_s, self._held, self._slots = state.since_s, None, {}
+        self._hours = {(hour, part): written for hour, part, written in state.hours}
 
     def to_tell(self, ledger: Ledger, held: Sequence[HeldEntry], now_s: float, real_s: float, last: bool = False) -> ToTell | None:
         """What is to be told at `now_s`; None while it can wait. `real_s`: seconds of the machine's steady clock."""
@@ -81,15 +87,12 @@ class Told:
         rows = [(each.part, row_of(each.key), each.totals) for each in sums]
         parts = [LedgerPart(now_s, self.since_s, rows[:_AT_ONCE], changed, [] if whole else gone, whole, new_slots)]
         parts += [LedgerPart(now_s, self.since_s, rows[i : i + _AT_ONCE]) for i in range(_AT_ONCE, len(rows), _AT_ONCE)]
-        self._hours |= dict.fromkeys((each.key.hour, each.part) for each in sums)
-        oldest = int(now_s // 3600.0) - HOURS_KEPT
-        self._hours = {each: None for each in self._hours if each[0] >= oldest}
-        hours = {
-            records.hour_key(self.node, hour, part): encode_hour(ledger.hour(hour))
-            for hour, part in sorted({(each.key.hour, each.part) for each in sums})
-            if hour >= oldest
-        }
-        shown = StoredLedger(now_s, self.since_s, 0, list(held), slots, list(self._hours))
+        this = int(now_s // _HOUR_S)
+        changed_hours = sorted({(each.key.hour, each.part) for each in sums})
+        self._hours |= dict.fromkeys(changed_hours, this)
+        self._hours = {each: written for each, written in self._hours.items() if written >= this - HOURS_KEPT}
+        hours = {records.hour_key(self.node, hour, part): encode_hour(ledger.hour(hour)) for hour, part in changed_hours}
+        shown = StoredLedger(now_s, self.since_s, 0, list(held), slots, self._listed())
         return ToTell(parts, shown, hours, sums, now_held, slots)
 
     def settle(self, told: ToTell, ledger: Ledger, written: bool) -> None:

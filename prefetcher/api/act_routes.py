@@ -71,7 +71,7 @@ def add_acts(app: FastAPI, service: Service, access: Access) -> None:
         elif until_s is not None and until_s <= now_s:
             raise UsageError(f"until_s is {until_s:.0f}, and it is {now_s:.0f} already")
         node, group = (body.node or "", body.group or "") if isinstance(body, SwitchBody) else ("", "")
-        return Wish(request.state.caller.name, body.reason, until_s, node, group)
+        return Wish(request.state.caller.name, body.reason, until_s, node, group, body.allow_release)
 
     def add(act: str) -> None:
         @app.post(

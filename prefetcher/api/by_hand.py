@@ -65,6 +65,7 @@ class Wish:
     until_s: float | None = None
     node: str = ""
     group: str = ""
+    allow_release: bool = False
 
 
 class ByHand:
@@ -109,6 +110,8 @@ class ByHand:
         """
         if wish.until_s is not None and act != "pin":
             raise UsageError(f"{act} takes no end: a pin and a switch may end by themselves, and what is loaded unused goes within an hour")
+        if wish.allow_release and act != "pin":
+            raise UsageError(f"{act} is nothing that ends by itself: allow_release is for pins")
         node = NodeName(report.node)
         if model not in {k.model for k in report.known}:
             why = next((problem for problem in report.problems if problem.startswith(f"{model}: ")), "")
@@ -120,7 +123,7 @@ class ByHand:
         acted = self._hands(node).act(act, model)
         done = records.ByHand(act, self._clock.now_s(), wish.by, model, node=node, until_s=wish.until_s, reason=wish.reason)
         if acted.ok and act == "pin":
-            pin = records.Pin(wish.by, done.at_s, wish.until_s)
+            pin = records.Pin(wish.by, done.at_s, wish.until_s, wish.allow_release)
             self._change_pins(lambda pins: {**pins, model: pin})
         elif acted.ok and act == "unpin":
             self._change_pins(lambda pins: {name: pin for name, pin in pins.items() if name != model})

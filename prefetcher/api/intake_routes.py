@@ -65,7 +65,7 @@ def add_requests(app: FastAPI, service: Service, access: Access) -> None:
         summary="Takes one request row, or a list of them; answers once they are durable",
         openapi_extra=_body(RequestRecord, _MOST_RECORDS, ("application/json",), examples),
     )
-    def post_requests(raw: Annotated[bytes, Depends(_raw_body)], arrived_s: Annotated[float, Depends(_arrival)]) -> Any:
+    def post_requests(request: Request, raw: Annotated[bytes, Depends(_raw_body)], arrived_s: Annotated[float, Depends(_arrival)]) -> Any:
         now_s = service.now_s
         try:
             rows, single = read_list(raw, _records, _MOST_RECORDS, "record")
@@ -79,7 +79,8 @@ def add_requests(app: FastAPI, service: Service, access: Access) -> None:
         except (FieldsRefused, HTTPException):
             service.metrics.bad_requests.labels(source="http", reason="refused").inc()
             raise
-        service.take([row.to_request(now_s) for row in rows], "http", _clock.steady_s() - arrived_s)
+        tenant = request.state.caller.name or None
+        service.take([row.to_request(now_s, tenant) for row in rows], "http", _clock.steady_s() - arrived_s)
         return AcceptedAnswer(accepted=len(rows))
 
 

@@ -64,8 +64,10 @@ class RequestRecord(BaseModel):
     node: Name | None = Field(default=None, description="the node that served it")
     version: Name | None = Field(default=None, description="the version of the model")
     request_id: Name | None = Field(default=None, description="a repeated id is counted once")
+    tenant: Name | None = Field(default=None, description="for whom it is, in reports; with keys the key's name where absent")
 
-    def to_request(self, now_s: float) -> RequestSeen:
+    def to_request(self, now_s: float, tenant: str | None = None) -> RequestSeen:
+        """The row; of `tenant` where it names none."""
         return RequestSeen(
             ts=now_s if self.ts is None else self.ts,
             model=ModelName(self.model),
@@ -74,6 +76,7 @@ class RequestRecord(BaseModel):
             node=None if self.node is None else NodeName(self.node),
             version=None if self.version is None else ModelVersion(self.version),
             request_id=self.request_id,
+            tenant=tenant if self.tenant is None else self.tenant,
         )
 
 
@@ -144,6 +147,7 @@ class WishBody(BaseModel):
     until_s: Seconds | None = Field(default=None, ge=EARLIEST_S, le=1e11, allow_inf_nan=False, description="seconds since 1970 UTC")
     for_s: Seconds | None = Field(default=None, gt=0.0, le=3.2e8, allow_inf_nan=False, description="from now on")
     reason: Annotated[str, StringConstraints(max_length=500)] = Field(default="", description="for people")
+    allow_release: bool = Field(default=False, description="of a pin: it may end by itself once it is worth less than its price for long")
 
 
 class SwitchBody(WishBody):

@@ -1,4 +1,5 @@
-"""Routes that answer: what is resident where, what is forecast, what prefetches did, and how a node is."""
+"""Routes that answer: what is resident where, what is forecast, what the last prefetches were, and how a node is. Reports are
+`report_routes`."""
 
 from __future__ import annotations
 
@@ -41,7 +42,6 @@ _ORDER = {
     "bytes": 39994128,
     "contributions": [["hazard", 0.8]],
 }
-_TOTALS = {"rows": 12, "cold_starts": 2, "cold_seconds": 3.5, "outcomes": {"timely": 1}, "accuracy": 1.0, "idle_byte_seconds": 1.2e12}
 
 
 def _example(value: Any) -> dict[int | str, dict[str, Any]]:
@@ -149,12 +149,6 @@ def add_questions(app: FastAPI, service: Service, access: Access) -> None:
         node: Node = None,
     ) -> list[dict[str, Any]]:
         return [msgspec.to_builtins(order) for order in service.orders(count, model, node)]
-
-    @app.get(
-        "/v1/report", responses=PROBLEMS | _example(_TOTALS), dependencies=may_read, summary="What prefetches earned and wasted, in total"
-    )
-    def report(node: Node = None) -> dict[str, Any]:
-        return service.totals(node)
 
     @app.get(
         "/v1/status",

@@ -38,6 +38,7 @@ class Means:
     tables: TablesReader
     clock: Clock
     history: Path
+    ledger: Path
     forecasts: Path
     new_learner: Callable[[], Learner]
     save_hazard: Callable[[Hazard], str]
@@ -82,12 +83,18 @@ def make_jobs(means: Means) -> list[Job]:
             lambda run: retention.compact_history(run, history, clock),
         ),
         Job(
+            JobAbout(
+                "ledger-history", "hours of nodes' ledgers copied into the history, where they outlive the store", at_s=3 * 3600 + 2400
+            ),
+            lambda run: retention.copy_ledgers(run, means.state, means.ledger, clock),
+        ),
+        Job(
             JobAbout("forget-idle-users", "users forgotten whose last request is too long ago", _HOUR_S, most_s=600.0),
             lambda run: retention.forget_idle_users(means.tables, clock, means.users_keep_s),
         ),
         Job(
             JobAbout("remove-old-history", "history removed that is too old", _HOUR_S, most_s=600.0),
-            lambda run: retention.remove_old_history(history, clock, means.history_keep_s),
+            lambda run: _remove_old(means),
         ),
     ]
 
@@ -106,6 +113,11 @@ def _seasonal_refit(run: Run, means: Means) -> Did:
         )
     except RedisError as exc:
         raise UnavailableError(f"the state server does not answer: {exc}") from exc
+
+
+def _remove_old(means: Means) -> Did:
+    found = [retention.remove_old_history(folder, means.clock, means.history_keep_s) for folder in (means.history, means.ledger)]
+    return Did(sum(did.rows for did in found), "; ".join(did.said for did in found if did.said))
 
 
 def _recalibrate(run: Run, means: Means) -> Did:

@@ -1,4 +1,5 @@
-"""Jobs that look after what is kept: hours of history put together by day, and what was kept long enough let go."""
+"""Jobs that look after what is kept: hours of history put together by day, those of ledgers copied there, and what was kept long enough let
+go."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from prefetcher.clock import Clock
 from prefetcher.errors import UnavailableError
 from prefetcher.ingest.history import compact_day
 from prefetcher.ingest.tables import TablesReader
+from prefetcher.ports import StateStore
+from prefetcher.report.history import copy_hours
 
-__all__ = ["compact_history", "forget_idle_users", "remove_old_history"]
+__all__ = ["compact_history", "copy_ledgers", "forget_idle_users", "remove_old_history"]
 
 #: A day that ended less than this ago may still get hours: the ingest writes them some three hours after their time.
 _SETTLED_S = 6 * 3600.0
@@ -32,11 +35,21 @@ def forget_idle_users(tables: TablesReader, clock: Clock, keep_s: float) -> Did:
     return Did(count, f"{count} users forgotten" if count else "")
 
 
+def copy_ledgers(run: Run, state: StateStore, folder: Path, clock: Clock) -> Did:
+    """Copies settled hours of nodes' ledgers into the history; says how many.
+
+    Raises:
+        UnavailableError: the state server does not answer.
+    """
+    count = copy_hours(state, folder, clock.now_s(), lambda at, of: run.at(at, of, "hour"))
+    return Did(count, f"{count} hours of nodes copied" if count else "")
+
+
 def remove_old_history(folder: Path, clock: Clock, keep_s: float) -> Did:
-    """Removes days of history that ended longer ago than `keep_s`; says how many files."""
+    """Removes days of history, of requests or of ledgers, that ended longer ago than `keep_s`; says how many files."""
     last = datetime.fromtimestamp(clock.now_s() - keep_s, UTC).date()
     count = 0
-    for day in folder.glob("partition=*/date=*"):
+    for day in [*folder.glob("partition=*/date=*"), *folder.glob("date=*")]:
         when = _date_of(day)
         if when is not None and when < last:
             for file in day.glob("*.parquet"):

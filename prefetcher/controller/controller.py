@@ -23,6 +23,7 @@ from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.controller.batch_windows import BatchWindows
 from prefetcher.controller.experiment import ExperimentKeeper
+from prefetcher.controller.idle_pins import IdlePins
 from prefetcher.controller.intake import Came, Intake
 from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.nodes import Nodes
@@ -34,6 +35,7 @@ from prefetcher.core.shadow_caches import Outlook, ShadowCaches
 from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
 from prefetcher.errors import PredictorError, UnavailableError
 from prefetcher.ports import Partition, StateStore, Streams
+from prefetcher.report.shadows import ShadowHours
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import HintMessage, RequestMapping, read_request
@@ -68,6 +70,8 @@ class ControllerOptions:
     hold_s: float
     snapshot_s: float
     batch_ratio: float = 0.5
+    idle_pin_after_s: float = 86_400.0
+    release_idle_pins: bool = False
 
 
 class Controller:
@@ -108,6 +112,7 @@ class Controller:
         self._nodes = Nodes(state, options.nodes)
         self._placing = Placing(self._nodes, options.price_s_per_gb_h, options.hold_s, self._ordered_for)
         self._batch = BatchWindows(state, options.batch_ratio, options.tick_s)
+        self._idle = IdlePins(state, metrics, options.price_s_per_gb_h, options.idle_pin_after_s, options.release_idle_pins)
         self._past: dict[NodeName, dict[str, PastOrder]] = {}
         self._next_tick_s = -np.inf
         self._next_snapshot_s = -np.inf
@@ -141,6 +146,7 @@ class Controller:
         kept = [records.LEARNED, records.SHADOWS, records.HINTS, records.ROUTES, records.SWITCH]
         raw, shadows, hints, routes, switch = self._state.read_many(kept)
         self._switched_on = self._nodes.read_switch(switch).on
+        self._idle.start()
         if raw is not None:
             try:
                 self._learner.restore(raw)
@@ -257,6 +263,7 @@ class Controller:
             self._wanted -= wanted
         if tick and not self.deposed:
             self._tell_forecasts(now_s)
+            self._idle.tell(self._nodes.names, now_s)
             self._run_experiment(now_s)
             self._nodes.shares.forget(now_s)
             self._placing.weigh_copies(dict(zip(self._learner.names, np.nan_to_num(self._rates[0]).tolist(), strict=False)))
@@ -550,11 +557,13 @@ class Controller:
         self._tell_catalog(node)
         outlook, worth = self._worth(report, now_s, expected)
         planned = make_plan(report, outlook, worth, given)
+        self._idle.look(node, report, worth.keep, pins, now_s)
         shadows = self._shadows.get(node)
         costs_s, shadow_wait_s = ({}, 0.0) if shadows is None else (shadows.costs_s, shadows.shadow_wait_s)
         learner = self._learner
         decides = records.Decides(outlook.expert, now_s, costs_s, shadow_wait_s, learner.traffic.rows, learner.predictor_states())
         items = {records.node_key(node, "plan"): records.encode(planned.plan), records.node_key(node, "decides"): records.encode(decides)}
+        items[records.node_key(node, "shadow")] = records.encode(ShadowHours({} if shadows is None else shadows.shadow_hours))
         if not self._state.write_fenced(records.node_key(node, "fence"), self.fence, items):
             self.deposed = True
             log().error("controller_deposed", fence=self.fence, reason="another controller leads")

@@ -17,6 +17,7 @@
 | `prefetcher:{controller}:switch` | `Switch` of all nodes: prefetching on, observed or off | endpoint | never |
 | `prefetcher:{group/G}:switch`, `prefetcher:{node/N}:switch` | the same of a group and of a node; the strictest counts | endpoint | never |
 | `prefetcher:{controller}:pins` | JSON object: model name to `Pin`, on every node; of old a list of names | endpoint | a pin at its end |
+| `prefetcher:{controller}:idle-pins` | `controller.idle_pins.IdleRecord`: what is kept and earns less than it costs | controller | never |
 | `prefetcher:{controller}:by-hand` | list of `ByHand`, acts and switches by people; the last `BY_HAND_KEPT` | endpoint | by count |
 | `prefetcher:{controller}:schedules` | JSON object: name to `core.schedules.Schedule` of a batch job | endpoint | never |
 | `prefetcher:{jobs}:known` | list of `batch.runs.JobAbout`: the jobs, when each is due, and its rules | scheduler | never |
@@ -36,6 +37,7 @@
 | `prefetcher:{node/N}:totals` | what node N's ledger adds up to, with memory that is still held (`agent.orderbook`) | agent | never |
 | `prefetcher:{node/N}:sums` | `report.sums.StoredLedger` of node N: what is held, which hours it told | agent | `SUMS_EXPIRE_S` after it |
 | `prefetcher:{node/N}:hour/H.P` | part P of hour H since 1970 of node N's ledger (`report.sums.encode_hour`) | agent | the same |
+| `prefetcher:{node/N}:shadow` | `report.shadows.ShadowHours`: what requests would have waited with prefetching off | controller | never |
 | `prefetcher:{node/N}:orders` | list of `OrderRecord`, one for each change; the last `ORDERS_KEPT` | agent | by count |
 | `prefetcher:{node/N}:ledger` | `agent.kept.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
 | `prefetcher:{node/N}:machine` | `agent.kept.MachineState` of node N, written together with its ledger and totals | agent | never |
@@ -114,6 +116,7 @@ NODES = "prefetcher:{nodes}:seen"
 SWITCH = "prefetcher:{controller}:switch"
 PINS = "prefetcher:{controller}:pins"
 BY_HAND = "prefetcher:{controller}:by-hand"
+IDLE_PINS = "prefetcher:{controller}:idle-pins"
 SCHEDULES = "prefetcher:{controller}:schedules"
 JOBS = "prefetcher:{jobs}:known"
 SCHEDULERS = "prefetcher:{jobs}:schedulers"
@@ -192,11 +195,13 @@ def strictest(raw: Iterable[bytes | None]) -> Switch:
 
 
 class Pin(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A model that people keep in memory: by whom, since when, and until when, None for no end."""
+    """A model that people keep in memory: by whom, since when, and until when, None for no end. `allow_release`: it may be taken away by
+    itself once it is worth less than it costs for long (`controller.idle_pins`)."""
 
     by: str = ""
     at_s: float = 0.0
     until_s: float | None = None
+    allow_release: bool = False
 
 
 _pins = msgspec.json.Decoder(dict[str, Pin] | list[str])
@@ -441,6 +446,7 @@ class OrderRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     premature: bool | None = None
     redundant: bool | None = None
     contributions: tuple[tuple[str, float], ...] = ()
+    source: str = ""
 
 
 def encode(record: Any) -> bytes:

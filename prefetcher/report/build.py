@@ -17,7 +17,7 @@ from prefetcher.core.types import Cause, Outcome
 from prefetcher.report.messages import Figures, Group, IdlePin, MissingNode, NodeState, Report, Slo, StageFigures, Waits
 from prefetcher.report.sums import NodeSums
 
-__all__ = ["NONE", "Question", "build_report", "figures_of", "hours_of", "merge_slots", "stages_of"]
+__all__ = ["NONE", "Besides", "Question", "ShadowSum", "build_report", "figures_of", "hours_of", "merge_slots", "stages_of"]
 
 #: The name of a group of what nothing names.
 NONE = "none"
@@ -99,7 +99,7 @@ def build_report(nodes: Iterable[NodeSums], question: Question, besides: Besides
 # --- figures ---
 
 
-def figures_of(sums: Iterable[tuple[TotalsKey, Totals]], shadow_cold_s: float | None = None) -> Figures:
+def figures_of(sums: Iterable[tuple[TotalsKey, Totals]], shadow: ShadowSum | None = None) -> Figures:
     """The figures of some sums together. What people loaded by hand counts as memory and as no prefetch."""
     pairs = list(sums)
     everything = sum_totals(totals for _, totals in pairs)
@@ -109,9 +109,6 @@ def figures_of(sums: Iterable[tuple[TotalsKey, Totals]], shadow_cold_s: float | 
     counts = {outcome.value: outcomes.get(outcome, 0) for outcome in Outcome}
     counts[Outcome.OPEN.value] = guessed.orders - settled
     used = everything.held_byte_s - everything.idle_byte_s
-    coverage = None
-    if shadow_cold_s is not None and shadow_cold_s > 0.0:
-        coverage = 1.0 - everything.wait_s / shadow_cold_s
     return Figures(
         requests=everything.rows,
         ready=found.get(Found.READY, 0),
@@ -133,8 +130,9 @@ def figures_of(sums: Iterable[tuple[TotalsKey, Totals]], shadow_cold_s: float | 
         redundant=guessed.redundant,
         accuracy=guessed.accuracy,
         timeliness=guessed.timeliness,
-        shadow_cold_s=shadow_cold_s,
-        coverage=coverage,
+        shadow_requests=0 if shadow is None else shadow.requests,
+        shadow_cold_s=None if shadow is None else shadow.shadow_s,
+        coverage=None if shadow is None or shadow.shadow_s <= 0.0 else 1.0 - shadow.cold_s / shadow.shadow_s,
         saved_s=guessed.saved_s,
         held_gb_h=everything.held_byte_s / _GB_H,
         used_gb_h=used / _GB_H,
@@ -197,30 +195,44 @@ def _by_tier(pairs: Sequence[_Pair]) -> Iterator[tuple[str, TotalsKey, Totals]]:
             yield tier, key, Totals(rows=count, wait_s=totals.served_wait_s.get(tier, 0.0))
 
 
+@dataclass(slots=True)
+class ShadowSum:
+    """Requests of hours whose shadow is known, what they waited, and what they would have waited with prefetching off."""
+
+    requests: int = 0
+    cold_s: float = 0.0
+    shadow_s: float = 0.0
+
+
 class _Shadow:
-    """Waiting without prefetching, where it is known for every hour of a node that had requests."""
+    """The hours of nodes whose shadow is known."""
 
     def __init__(self, shadow_s: Mapping[str, Mapping[int, float]], sums: Mapping[str, Mapping[TotalsKey, Totals]]) -> None:
-        self._cells = {
-            (node, key.hour): shadow_s.get(node, {}).get(key.hour)
-            for node, found in sums.items()
-            for key, totals in found.items()
-            if totals.rows
-        }
+        self._cells: dict[tuple[str, int], ShadowSum] = {}
+        for node, found in sums.items():
+            known = shadow_s.get(node, {})
+            for key, totals in found.items():
+                if totals.rows and key.hour in known:
+                    cell = self._cells.setdefault((node, key.hour), ShadowSum(shadow_s=known[key.hour]))
+                    cell.requests += totals.rows
+                    cell.cold_s += totals.wait_s
 
-    def _sum(self, cells: Iterable[float | None]) -> float | None:
-        known = list(cells)
-        return None if not known or any(each is None for each in known) else sum(each for each in known if each is not None)
-
-    def all(self) -> float | None:
+    def all(self) -> ShadowSum | None:
         return self._sum(self._cells.values())
 
-    def of(self, by: str, name: str) -> float | None:
+    def of(self, by: str, name: str) -> ShadowSum | None:
+        """Of a node, or of an hour; shadows tell no more apart."""
         if by == "node":
-            return self._sum(wait_s for (node, _), wait_s in self._cells.items() if node == name)
+            return self._sum(cell for (node, _), cell in self._cells.items() if node == name)
         if by == "hour":
-            return self._sum(wait_s for (_, hour), wait_s in self._cells.items() if hour * int(HOUR_S) == int(name))
+            return self._sum(cell for (_, hour), cell in self._cells.items() if hour * int(HOUR_S) == int(name))
         return None
+
+    def _sum(self, cells: Iterable[ShadowSum]) -> ShadowSum | None:
+        known = list(cells)
+        if not known:
+            return None
+        return ShadowSum(sum(c.requests for c in known), sum(c.cold_s for c in known), sum(c.shadow_s for c in known))
 
 
 # --- the objective ---

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 #: What a report may be broken down by.
-BY = ("model", "node", "tier", "cause", "predictor", "source", "tenant", "arm", "hour", "outcome", "stage")
+BY = ("model", "node", "tier", "cause", "predictor", "source", "tenant", "arm", "hour", "stage")
 
 
 class Waits(msgspec.Struct, frozen=True):
@@ -45,8 +45,8 @@ class Figures(msgspec.Struct, frozen=True):
 
     `hit`, `late`, `useless`, `displaced` are prefetches by outcome (the rest is in `outcomes`, exactly one each), `premature` a flag of
     unused ones; `miss` are requests that found nothing resident or moving. What people loaded by hand is no prefetch. `shadow_cold_s`:
-    what the same requests would have waited with prefetching off, where a shadow is known for the whole window; `coverage` = 1 -
-    cold_s / shadow_cold_s. held = idle + used; wasted is a part of idle, and early a part of held.
+    what `shadow_requests` of the requests, those of hours whose shadow is known, would have waited with prefetching off; `coverage` = 1 -
+    what they waited / shadow_cold_s. held = idle + used; wasted is a part of idle, and early a part of held.
     """
 
     requests: int = 0
@@ -69,6 +69,7 @@ class Figures(msgspec.Struct, frozen=True):
     redundant: int = 0
     accuracy: float | None = None
     timeliness: float | None = None
+    shadow_requests: int = 0
     shadow_cold_s: float | None = None
     coverage: float | None = None
     saved_s: float = 0.0
@@ -127,8 +128,8 @@ class MissingNode(msgspec.Struct, frozen=True):
 class IdlePin(msgspec.Struct, frozen=True):
     """Weights that a pin or a policy keeps, and whose index has been under the price since `under_since_s`.
 
-    `index_ratio`: its index over the price, as of now. `idle_gb_h` since then, at `cost_s` seconds of waiting by the price. `allowed`:
-    it may be released by itself; `released_at_s`: it was.
+    `why`: `pin`, or the policy that keeps it. `index_ratio`: its index over the price, as of now. Since then it held `held_gb_h`, which
+    cost `cost_s` seconds of waiting by the price and saved `earned_s`. `allowed`: it may be released by itself; `released_at_s`: it was.
     """
 
     model: str
@@ -137,8 +138,9 @@ class IdlePin(msgspec.Struct, frozen=True):
     bytes: int
     under_since_s: float
     index_ratio: float
-    idle_gb_h: float
+    held_gb_h: float
     cost_s: float
+    earned_s: float
     by: str = ""
     pinned_at_s: float | None = None
     allowed: bool = False

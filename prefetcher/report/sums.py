@@ -55,14 +55,15 @@ class LedgerPart(msgspec.Struct, omit_defaults=True):
 
 
 class StoredLedger(msgspec.Struct, omit_defaults=True):
-    """The record under a node's `sums` key: all but the hours, which are under keys of their own (`hours` says which there were)."""
+    """The record under a node's `sums` key: all but the hours, which are under keys of their own. `hours`: which there are, and the hour in
+    which each was written last."""
 
     at_s: float
     since_s: float
     seq: int
     held: list[HeldEntry] = []
     slots: dict[int, dict[int, int]] = {}
-    hours: list[HourPart] = []
+    hours: list[tuple[int, int, int]] = []
     format: int = FORMAT
 
 

@@ -75,6 +75,12 @@ class Metrics:
             "Bytes held times the time since their last use, what is still held included.",
             registry=registry,
         )
+        self.idle_pins = Gauge(
+            "prefetcher_idle_pins",
+            "Weights that pins keep and that have been worth less than their price for long.",
+            registry=registry,
+        )
+        self.idle_pin_bytes = Gauge("prefetcher_idle_pin_bytes", "Memory that they take.", registry=registry)
         self.wasted = Gauge(
             "prefetcher_wasted_byte_seconds",
             "The part of it that belongs to prefetches never used.",
