@@ -197,7 +197,9 @@ class WindowShelf:
             said = why or f"back to version {wanted}"
             pinned = {entry.segment.name: entry for entry in book.entries if entry.pinned}
             entries = tuple(
-                pinned.pop(entry.segment.name, None) or replace(entry, since_s=now_s, why=said, pinned=False) for entry in older.entries
+                (pinned.pop(entry.segment.name) if entry.segment.name in pinned else None)
+                or replace(entry, since_s=now_s, why=said, pinned=False)
+                for entry in older.entries
             )
             # A pinned segment that the older book does not know still comes before those that hold its models there.
             entries = (*pinned.values(), *entries)
