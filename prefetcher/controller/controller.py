@@ -563,7 +563,7 @@ class Controller:
         learner = self._learner
         decides = records.Decides(outlook.expert, now_s, costs_s, shadow_wait_s, learner.traffic.rows, learner.predictor_states())
         items = {records.node_key(node, "plan"): records.encode(planned.plan), records.node_key(node, "decides"): records.encode(decides)}
-        items[records.node_key(node, "shadow")] = records.encode(ShadowHours({} if shadows is None else shadows.shadow_hours))
+        items[records.node_key(node, "shadow-hours")] = records.encode(ShadowHours({} if shadows is None else shadows.shadow_hours))
         if not self._state.write_fenced(records.node_key(node, "fence"), self.fence, items):
             self.deposed = True
             log().error("controller_deposed", fence=self.fence, reason="another controller leads")

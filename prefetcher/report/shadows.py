@@ -18,7 +18,7 @@ __all__ = ["ShadowHours", "read_shadows"]
 
 
 class ShadowHours(msgspec.Struct, frozen=True):
-    """The record under a node's `shadow` key: seconds by hour since 1970."""
+    """The record under a node's `shadow-hours` key: seconds by hour since 1970."""
 
     hours: dict[int, float] = {}
 
@@ -32,7 +32,7 @@ def read_shadows(state: StateStore, nodes: Sequence[str]) -> Mapping[str, Mappin
     Raises:
         UnavailableError: the state store does not answer.
     """
-    raw = state.read_many([records.node_key(NodeName(node), "shadow") for node in nodes])
+    raw = state.read_many([records.node_key(NodeName(node), "shadow-hours") for node in nodes])
     return {node: _hours(item) for node, item in zip(nodes, raw, strict=True)}
 
 
