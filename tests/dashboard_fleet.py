@@ -131,7 +131,9 @@ class Fleet:
             order = Order(
                 DecisionId(f"d{number}-0"), name, key, Tier.HOST, Cause.FORECAST, Arm.TREATED, now_s, now_s + 95.0, now_s + 60.0, 600.0
             )
-            items[records.node_key(name, "plan")] = records.encode(Plan(name, 1, 1, now_s, 5e-16, (DesiredWeights(key, 1e-12, 0.01, order=order),)))
+            items[records.node_key(name, "plan")] = records.encode(
+                Plan(name, 1, 1, now_s, 5e-16, (DesiredWeights(key, 1e-12, 0.01, order=order),))
+            )
             fell = "stale" if number == 0 else ""
             items[records.node_key(name, "decides")] = records.encode(
                 records.Decides("hazard-prefetch", now_s, {"lhd": 9.0, "hazard-prefetch": 7.0}, 700.0, 120_000,
@@ -178,7 +180,9 @@ class Fleet:
             _job("recalibrate", "how forecasts came true", 3600.0),
             _job("hazard-retrain", "a fitted hazard as an artifact", 3600.0),
         ]
-        done = JobRun("r1", "forecast-all", 1, now_s - 100, "here", due_s=now_s - 100, result="done", ended_s=now_s - 99, did="10,000 models forecast")
+        done = JobRun(
+            "r1", "forecast-all", 1, now_s - 100, "here", due_s=now_s - 100, result="done", ended_s=now_s - 99, did="10,000 models forecast"
+        )
         bad = JobRun("r2", "recalibrate", 1, now_s - 900, "here", result="failed", ended_s=now_s - 890, error="too few outcomes")
         return {
             records.JOBS: records.encode(known),
@@ -198,12 +202,12 @@ class _NoNode:
 
 
 @contextlib.contextmanager
-def served(state: StateStore, fleet: Fleet | None = None) -> Iterator[str]:
+def served(state: StateStore, fleet: Fleet | None = None, port: int = 0) -> Iterator[str]:
     """The address of a real endpoint over `state`; the agents of `fleet` report each second meanwhile."""
     clock, process, stop = SystemClock(), Process("api"), threading.Event()
     service = Service(None, MemoryStreams().writer(), state, None, clock, Metrics(), lambda reason: None, lambda: "")
     endpoint = make_endpoint(service, 1_000_000)
-    listener = listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", port)
 
     def keep_reporting() -> None:
         while fleet is not None and not clock.wait(stop, 1.0):

@@ -24,27 +24,27 @@ export function whole(value) {
 
 export function percent(value, digits = 0) {
   if (value === null || value === undefined) return QUIET;
-  if (value > 0 && value < 0.01 && digits === 0) return "<1 %";
-  return `${(100 * value).toFixed(digits)} %`;
+  if (value > 0 && value < 0.01 && digits === 0) return "<1\u00a0%";
+  return `${(100 * value).toFixed(digits)}\u00a0%`;
 }
 
 export function size(bytes) {
   if (bytes === null || bytes === undefined) return QUIET;
   for (const [unit, one] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) {
-    if (bytes >= one) return `${number(bytes / one, bytes / one >= 100 ? 3 : 2)} ${unit}`;
+    if (bytes >= one) return `${number(bytes / one, bytes / one >= 100 ? 3 : 2)}\u00a0${unit}`;
   }
-  return `${Math.round(bytes)} B`;
+  return `${Math.round(bytes)}\u00a0B`;
 }
 
 export function span(seconds) {
   if (seconds === null || seconds === undefined) return QUIET;
   const s = Math.max(0, seconds);
-  if (s > 0 && s < 0.001) return "<1 ms";
-  if (s > 0 && s < 1) return `${number(1000 * s, 2)} ms`;
-  if (s < 10) return `${number(s, 2)} s`;
-  if (s < 90) return `${Math.round(s)} s`;
-  if (s < 5400) return `${Math.round(s / 60)} min`;
-  return s < 172800 ? `${number(s / 3600, 2)} h` : `${number(s / 86400, 2)} days`;
+  if (s > 0 && s < 0.001) return "<1\u00a0ms";
+  if (s > 0 && s < 1) return `${number(1000 * s, 2)}\u00a0ms`;
+  if (s < 10) return `${number(s, 2)}\u00a0s`;
+  if (s < 90) return `${Math.round(s)}\u00a0s`;
+  if (s < 5400) return `${Math.round(s / 60)}\u00a0min`;
+  return s < 172800 ? `${number(s / 3600, 2)}\u00a0h` : `${number(s / 86400, 2)}\u00a0days`;
 }
 
 export function ago(at, now) {

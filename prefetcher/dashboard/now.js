@@ -104,7 +104,7 @@ export function make(page) {
         tierView(host, node.moving),
         ...(withDevice ? [device ? tierView(device, 0) : h("span", { class: "small" }, "none reported")] : []),
         h("span", {}, count(node.disk.models, "model"), h("span", { class: "small line" }, size(node.disk.bytes))),
-        h("span", {}, `${percent(node.busy_ratio)} busy`, h("span", { class: "small line" }, `${size(node.link_bytes_per_s)}/s`)),
+        h("span", {}, `${percent(node.busy_ratio)}\u00a0busy`, h("span", { class: "small line" }, `${size(node.link_bytes_per_s)}/s`)),
         node.problems_in_all
           ? h("span", {}, node.problems.map((text) => h("span", { class: "line" }, sign("warn", text))), node.problems_in_all > node.problems.length ? ` and ${node.problems_in_all - node.problems.length} more` : "")
           : null,
