@@ -72,7 +72,9 @@ def rate_of(
     if policy.rank == NEXT_USE_BYTES:
         until_s = caches.next_ts[column_of(node, model, world)] - now_s
         return float(1.0 / (max(until_s, 1e-3) * world.size_bytes[model]))
-    return next_use_per_s(policy.rank, policy.tau, variant, column_of(node, model, world), now_s, demand, hazard, world, caches.next_ts)
+    column = column_of(node, model, world)
+    # It reads of the world what both kinds have.
+    return next_use_per_s(policy.rank, policy.tau, variant, column, now_s, demand, hazard, world, caches.next_ts)  # type: ignore[arg-type]
 
 
 @kernel_part

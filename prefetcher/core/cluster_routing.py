@@ -41,7 +41,7 @@ def _link_cost_s(e: int, tier: int, slot: int, now_s: float, world: ClusterWorld
         rows = caches.seen[e, other].rows
         other_left_s = caches.copy[e, tier, other].left_s
         cost_s += other_left_s if rows * left_s >= other_left_s else rows * left_s
-    return cost_s
+    return float(cost_s)
 
 
 @kernel_part

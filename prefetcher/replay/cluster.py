@@ -1,12 +1,14 @@
 """A replay on several nodes with tiers: all nodes go through the log together, rivals and ours alike.
 
 Rivals send a row to the node that it names, else to its model's by rendezvous hashing; each tier of a node is a cache of theirs. Ours
-places rows (`core.cluster_routing`). The kernels are `core.cluster_steps`; with the default tiers a replay needs none of this (`replay.run`).
+places rows (`core.cluster_routing`). The kernels are in `core.cluster_steps`; the default tiers need none of this (`replay.run`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,31 +22,23 @@ from prefetcher.core.cluster_steps import settle_cluster
 from prefetcher.core.demand import STANDARD_TAUS_S, new_demand
 from prefetcher.core.experts import EXPERTS, PERIOD_S, VARIANTS, expert_policies, without_prefetch
 from prefetcher.core.hedge import Hedge
-from prefetcher.core.node import BLOCK_BYTES, EventLog, Hazard, Policy, PrefetchRule, no_hazard, set_policy
+from prefetcher.core.node import BLOCK_BYTES, EventLog, Hazard, Policy, no_hazard, set_policy
 from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.core.value import price_per_byte_s
-from prefetcher.errors import UsageError
 from prefetcher.replay.accounts import PolicyLogs, totals
 from prefetcher.replay.engine import TICK_S, next_rows
 from prefetcher.replay.frontier import FrontierPoint
 from prefetcher.replay.log_tables import coded, orders_table, redundant_orders, residency_table, transfers_table, waits_table
 from prefetcher.replay.ours import RateBlock, computed_ahead, score_blocks
-from prefetcher.replay.policies import OURS, parse_policy, standard_taus
+from prefetcher.replay.policies import OURS, check_one_tier, parse_policy, standard_taus
 from prefetcher.replay.run import Ours, Simulation
 from prefetcher.replay.tiers import MEMORY, Stack
 from prefetcher.replay.trace import Trace
 
-__all__ = ["ClusterSimulation", "check_rivals"]
+__all__ = ["ClusterSimulation"]
 
 #: How placement weighs: seconds for which what a load displaces counts, and how often a second what is covered by another copy loses it.
 PLACE = (600.0, 1.0 / 3600.0)
-
-
-def check_rivals(names: Iterable[str]) -> None:
-    """Raises UsageError for a policy that knows one tier of one node only: those that fetch by a rule of their own."""
-    for name in names:
-        if parse_policy(name, standard_taus()).prefetch is not PrefetchRule.NONE:
-            raise UsageError(f"policy {name!r} is not replayed with tiers: it fetches by a rule for one tier; leave it out, or --tiers")
 
 
 class ClusterSimulation(Simulation):
@@ -91,7 +85,8 @@ class ClusterSimulation(Simulation):
         policies = [parse_policy(name, taus_s) for name in names]
         if not policies:
             return {}
-        check_rivals(names)
+        for name in names:
+            check_one_tier(name)
         world = self._world(by_slot=True)
         rows, count = len(world.ts), len(policies)
         demand = new_demand(len(world.first_ts), world.t0_s, tuple(taus_s))
@@ -125,29 +120,43 @@ class ClusterSimulation(Simulation):
     def totals(self, name: str, logs: PolicyLogs, shadow: PolicyLogs | None = None) -> dict[str, Any]:
         """The summary's entry of one policy, from its logs: rows whose model fits, and bytes held in host and device memory.
 
-        `tiers` has what was held and moved by tier, `unfit` the rows that were left out.
+        `moved_gb` is what was read from disk or further away. `tiers` has what was held and moved by tier, `nodes` rows and waiting by
+        node, `unfit` the rows that were left out.
         """
         fits = pa.array(self.fits[self.trace.model])
-        scored = {"scored_from_s": self.trace.scored_from_s(self._warmup_ratio), "end_s": self.trace.t1}
+        total = partial(totals, name, scored_from_s=self.trace.scored_from_s(self._warmup_ratio), end_s=self.trace.t1)
         waits = logs.waits.filter(fits)
         beside = None if shadow is None else (_of_tiers(shadow.residency, "tier", (self.stack.tiers[-1],)), shadow.waits.filter(fits))
         memory = _of_tiers(logs.residency, "tier", MEMORY)
-        entry = totals(name, memory, logs.transfers, waits, logs.orders, **scored)
+        entry = total(memory, logs.transfers, waits, logs.orders)
         if beside is not None:
             # Pollution is of the last tier: a row is ready nowhere else.
             last = _of_tiers(logs.residency, "tier", (self.stack.tiers[-1],))
-            top = totals(name, last, logs.transfers, waits, logs.orders, **scored, shadow=beside)
+            top = total(last, logs.transfers, waits, logs.orders, shadow=beside)
             entry |= {key: top[key] for key in ("coverage", "pollution")}
-        entry["tiers"] = {}
+        entry |= {"tiers": {}, "nodes": self._by_node(waits)}
         for tier in self.stack.tiers:
             parts = (_of_tiers(logs.residency, "tier", (tier,)), _of_tiers(logs.transfers, "to_tier", (tier,)))
-            of = totals(name, *parts, waits.slice(0, 0), _of_tiers(logs.orders, "tier", (tier,)), **scored)
+            of = total(*parts, waits.slice(0, 0), _of_tiers(logs.orders, "tier", (tier,)))
             entry["tiers"][tier] = {key: of[key] for key in ("held_gb_h", "idle_gb_h", "wasted_gb_h", "moved_gb", "prefetches")}
-        unfit = totals(
-            name, memory.slice(0, 0), logs.transfers.slice(0, 0), logs.waits.filter(pc.invert(fits)), logs.orders.slice(0, 0), **scored
-        )
+        none = (logs.residency.slice(0, 0), logs.transfers.slice(0, 0))
+        unfit = total(*none, logs.waits.filter(pc.invert(fits)), logs.orders.slice(0, 0))
+        entry["moved_gb"] -= entry["tiers"].get("device", {}).get("moved_gb", 0.0)
         entry["unfit"] = {key: unfit[key] for key in ("requests", "cold_seconds")}
         return entry
+
+    def shown(self, logs: PolicyLogs) -> PolicyLogs:
+        """The logs without the rows that figures leave out."""
+        return replace(logs, waits=logs.waits.filter(pa.array(self.fits[self.trace.model])))
+
+    def _by_node(self, waits: Any) -> dict[str, dict[str, Any]]:
+        """Scored rows and their waiting by the node that they went to."""
+        scored = waits.filter(pc.greater_equal(waits.column("ts"), self.trace.scored_from_s(self._warmup_ratio)))
+        node = pc.index_in(pc.cast(scored.column("node"), pa.string()), pa.array(self.nodes)).to_numpy()
+        wait_s = scored.column("wait_s").to_numpy()
+        return {
+            name: {"requests": int((node == k).sum()), "cold_seconds": float(wait_s[node == k].sum())} for k, name in enumerate(self.nodes)
+        }
 
     def _world(self, by_slot: bool) -> ClusterWorld:
         trace, stack = self.trace, self.stack

@@ -8,7 +8,7 @@ from prefetcher.core.demand import STANDARD_TAUS_S
 from prefetcher.core.node import Policy, PrefetchRule, Rank
 from prefetcher.errors import UsageError
 
-__all__ = ["DEFAULT_POLICIES", "OURS", "known_policies", "parse_policy", "policy_in_words", "standard_taus"]
+__all__ = ["DEFAULT_POLICIES", "OURS", "check_one_tier", "known_policies", "parse_policy", "policy_in_words", "standard_taus"]
 
 OURS = "ours"
 DEFAULT_POLICIES: tuple[str, ...] = ("lru", "gdsf", "lhd-smith", OURS)
@@ -76,6 +76,12 @@ def parse_policy(name: str, taus_s: list[float]) -> Policy:
         return replace(policy, smith=True, as_set=True, bypass=True)
     *others, last = known_policies()
     raise UsageError(f"policy {name!r}: {base} has no variant {suffix!r}; known are {', '.join(others)} and {last}")
+
+
+def check_one_tier(name: str) -> None:
+    """Raises UsageError for a rival that is known for one tier of memory only: those that fetch by a rule of their own."""
+    if parse_policy(name, standard_taus()).prefetch is not PrefetchRule.NONE:
+        raise UsageError(f"policy {name!r} fetches by a rule for one tier of memory; leave it out of --policy, or leave out --tiers")
 
 
 def known_policies() -> list[str]:

@@ -26,6 +26,7 @@ from prefetcher.replay.report_figures import (
     waits_figure,
     week_figure,
 )
+from prefetcher.replay.report_tiers import tiers_tables, unfit_in_words
 from prefetcher.replay.report_words import HOW_TO_READ
 from prefetcher.replay.trace import Trace
 from prefetcher.replay.verdict import Verdict, best_rival, judge, named, plain_number
@@ -40,7 +41,7 @@ _UNIT = re.compile(r"(\d) (%|s\b|GB\b)")
 _METHOD = (
     "Every policy was run over the log by a simulation with a virtual clock; {ours} is the code that decides in "
     "production. A request waits from its arrival until its model's weights are ready, also when it joins a "
-    "load that is under way. Each node has one link and moves one model at a time; loads for waiting requests "
+    "load that is under way. A node's link into each of its memories moves one model at a time; loads for waiting requests "
     "go before prefetches. Memory counts from the start of a transfer. Decisions use nothing that lies ahead of "
     "them, but for the policies in italics. The four logs beside this page hold every wait, transfer, residency "
     "and prefetch; all figures here can be computed from them."
@@ -124,6 +125,7 @@ def _page(
     here = files("prefetcher.replay")
     by_key = {f.key: f for f in figures}
     sections = [_table_section(policies, hours, ours), _sources_section(verdict, policies, hours, ours), _words_section(policies)]
+    sections.insert(1, _tiers_section(policies, hours, ours))
     sections += [figure_section(by_key[key]) for key in ("frontier", "waits", "models", "week") if key in by_key]
     sections += [_problems_section(trace, described.get("notes", ())), _method_section(described, ours)]
     return "\n".join(
@@ -180,8 +182,7 @@ def _facts(verdict: Verdict, policies: Sequence[Mapping[str, Any]], hours: float
         ),
     ]
     inner = "".join(
-        f"<div><dt>{title}</dt><dd>{plain_number(value)} <span>{unit}</span></dd><p>{text}</p></div>"
-        for title, value, unit, text in cards
+        f"<div><dt>{title}</dt><dd>{plain_number(value)} <span>{unit}</span></dd><p>{text}</p></div>" for title, value, unit, text in cards
     )
     return f'<dl class="facts">{inner}</dl>'
 
@@ -220,6 +221,15 @@ def _table_section(policies: Sequence[Mapping[str, Any]], hours: float, ours: st
         "<section><h2>What would have been saved</h2><p>All policies over the same requests, the least waiting "
         f"first; GB are means over the scored time.{future}</p>{html_table(heads, ''.join(body))}</section>"
     )
+
+
+def _tiers_section(policies: Sequence[Mapping[str, Any]], hours: float, ours: str) -> str:
+    tables = tiers_tables(policies, hours, ours)
+    if not tables:
+        return ""
+    apart = unfit_in_words(policies, ours)
+    said = f"<p>{_unbroken(apart[0].upper() + apart[1:])}.</p>" if apart else ""
+    return f"<section><h2>Tiers and nodes</h2>{said}{''.join(f'<p>{what}</p>{html_table(*of)}' for what, *of in tables)}</section>"
 
 
 def _sources_section(verdict: Verdict, policies: Sequence[Mapping[str, Any]], hours: float, ours: str) -> str:

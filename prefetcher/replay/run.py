@@ -28,9 +28,11 @@ from prefetcher.replay.engine import TICK_S, build_tables, close_node, split_by_
 from prefetcher.replay.frontier import FrontierPoint
 from prefetcher.replay.hints import HintFeed, HintLog, check_hints, describe_hints, of_hinted_rows, read_hints
 from prefetcher.replay.ours import AT_PRICE, LIVE, SHADOW, NodeRun, RateBlock, computed_ahead, score_blocks
-from prefetcher.replay.policies import DEFAULT_POLICIES, OURS, parse_policy, standard_taus
+from prefetcher.replay.policies import DEFAULT_POLICIES, OURS, check_one_tier, parse_policy, standard_taus
+from prefetcher.replay.report_tiers import places_in_words, unfit_in_words
 from prefetcher.replay.routing import RoutedNodes, needs_routing
 from prefetcher.replay.terminal import hints_in_words, policies_table, scored_in_words
+from prefetcher.replay.tiers import DEFAULT_TIERS, parse_tiers, stack_of
 from prefetcher.replay.trace import Trace, read_trace
 from prefetcher.replay.verdict import Verdict
 
@@ -148,6 +150,10 @@ class Simulation:
             frontier.append(FrontierPoint(OURS, at["held_gb_h"], at["cold_seconds"], price))
         return Ours(build_tables(LIVE, done, self.trace, SHADOW), build_tables(SHADOW, done, self.trace), frontier, feed)
 
+    def shown(self, logs: PolicyLogs) -> PolicyLogs:
+        """The logs as figures count them: here all of them."""
+        return logs
+
     def _told(self, feed: HintFeed, block: RateBlock) -> list[npt.NDArray[np.void]]:
         """What each node is told of hints in a block."""
         t0_s, until_s = self.trace.t0, min(block.until_s, self.trace.t1)
@@ -192,6 +198,9 @@ def replay_command(
     tz: str | None = None,
     strict: bool = False,
     hints: str | None = None,
+    tiers: str = ",".join(DEFAULT_TIERS),
+    device_bytes: int | None = None,
+    disk_bytes: int | None = None,
 ) -> None:
     """Replays `log` and writes `out`; prints the verdict first. Raises UsageError and InputError."""
     from rich.console import Console
@@ -207,6 +216,13 @@ def replay_command(
         check_hints(hints)
         if OURS not in names:
             raise UsageError("--hints are told to ours alone, and --policy does not name it; add ours, or leave --hints out")
+    stack = partial(stack_of, parse_tiers(tiers), device_bytes=device_bytes, disk_bytes=disk_bytes, link_bytes_per_s=link_bytes_per_s)
+    with_tiers = len(stack(host_bytes=1.0).tiers) > 1
+    if with_tiers:
+        if hints is not None:
+            raise UsageError("--hints are told on one tier of memory only; leave out --hints, or --tiers")
+        for name in rivals:
+            check_one_tier(name)
     check_capacity(capacity_ratio, host_bytes)
     check_figures(capacity_ratio, host_bytes, link_bytes_per_s, warmup_ratio, price)
     price = DEFAULT_PRICE_S_PER_GB_H if price is None else price
@@ -223,10 +239,19 @@ def replay_command(
         compile_kernels(progress)
         node_count = len(trace.node_names) or nodes
         capacity = float(trace.bytes_.sum()) * capacity_ratio / node_count if capacity_ratio is not None else float(host_bytes or 0)
-        simulation = Simulation(
-            trace, capacity, link_bytes_per_s=link_bytes_per_s, nodes=nodes, warmup_ratio=warmup_ratio, load_s=load_s,
-            price=price, seed=seed, hints=told, progress=progress,
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "nodes": nodes, "warmup_ratio": warmup_ratio, "load_s": load_s, "price": price, "seed": seed, "progress": progress,
+        }  # fmt: skip
+        simulation: Simulation
+        about_tiers: dict[str, Any] = {}
+        if with_tiers:
+            from prefetcher.replay.cluster import ClusterSimulation
+
+            there = stack(host_bytes=capacity)
+            simulation = ClusterSimulation(trace, there, **settings)
+            about_tiers = {"tiers": [there.below[0], *there.tiers], "tier_bytes": there.capacities(), "edges_bytes_per_s": there.rates()}
+        else:
+            simulation = Simulation(trace, capacity, link_bytes_per_s=link_bytes_per_s, hints=told, **settings)
         notes = capacity_notes(trace.bytes_, [part.world.model for part in simulation.parts], capacity, capacity_ratio)
         for note in notes:
             errors.print(f"note: {note}", soft_wrap=True, highlight=False)
@@ -244,7 +269,7 @@ def replay_command(
         progress(0.0, "writing logs and report")
         verdict = _write(out, trace, simulation, names, entries, logs, frontier, nodes=node_count,
                          link_bytes_per_s=link_bytes_per_s, seed=seed, notes=notes,
-                         warmup_ratio=warmup_ratio, tz=tz, **about_hints)  # fmt: skip
+                         warmup_ratio=warmup_ratio, tz=tz, **about_tiers, **about_hints)  # fmt: skip
     console = Console()
     hours = (trace.t1 - trace.scored_from_s(warmup_ratio)) / 3600.0
     for line in (verdict.line, verdict.why, scored_in_words(entries[names[0]]["requests"], len(trace), hours)):
@@ -252,6 +277,11 @@ def replay_command(
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     if about_hints:
         console.print(hints_in_words(about_hints["hints"], entries[OURS]), soft_wrap=True, highlight=False, markup=False)
+    if about_tiers:
+        listed = [entries[name] for name in names]
+        for line in (f"on {places_in_words(about_tiers['tiers'], node_count)}", unfit_in_words(listed)):
+            if line:
+                console.print(line, soft_wrap=True, highlight=False, markup=False)
     console.print(policies_table([entries[name] for name in names], console.width))
     for problem in [*trace.problems.lines(), *([] if told is None else told.problem_lines())]:
         errors.print(f"note: {problem}", soft_wrap=True, highlight=False)
@@ -300,4 +330,4 @@ def _write(
         trace, warmup_ratio=warmup_ratio, host_bytes=simulation.capacity_bytes, price=simulation.price, hold_s=simulation.hold_s, **settings
     )
     summary = write_summary(out / "summary.json", described, [entries[name] for name in names])
-    return write_report(out / "report.html", summary, {n: logs[n] for n in names}, frontier, trace, tz=tz)
+    return write_report(out / "report.html", summary, {n: simulation.shown(logs[n]) for n in names}, frontier, trace, tz=tz)
