@@ -93,9 +93,7 @@ def up(
     tick_s: Annotated[float | None, typer.Option(help="Seconds between plans.")] = None,
     hold_s: Annotated[float | None, typer.Option(help="Seconds that a prefetch may stay unused; six times that while likely.")] = None,
     price: Annotated[float | None, typer.Option(help="Seconds of waiting that a GB held for an hour is worth.")] = None,
-    control_ratio: Annotated[
-        float | None, typer.Option(help="Share of time without prefetching, to measure it.")
-    ] = None,
+    control_ratio: Annotated[float | None, typer.Option(help="Share of time without prefetching, to measure it.")] = None,
     snapshot_s: Annotated[float | None, typer.Option(help="Seconds between snapshots of what was learned.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, human or json.")] = None,
@@ -233,6 +231,9 @@ def replay(
     tz: Annotated[str | None, typer.Option(help="Time zone of times without one.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail at the first bad line.")] = False,
     hints: Annotated[str | None, typer.Option(help="Log of hints, or synthetic:precision=0.7,lead=5,seed=1.")] = None,
+    tiers: Annotated[str, typer.Option(help="Tiers of every node, as remote,disk,host,device.")] = "disk,host",
+    device_bytes: Annotated[str | None, typer.Option(help="Capacity of each node's device tier; 80e9 unless given.")] = None,
+    disk_bytes: Annotated[str | None, typer.Option(help="Capacity of each node's disk; without it, all is on disk.")] = None,
 ) -> None:
     """Replays a request log: what prefetching would have saved, and what it would have held."""
     from prefetcher.config import parse_bytes
@@ -246,6 +247,8 @@ def replay(
             "host_bytes": None if host_bytes is None else parse_bytes(host_bytes),
             "default_bytes": None if default_bytes is None else parse_bytes(default_bytes),
             "link_bytes_per_s": float(parse_bytes(link_bytes_per_s)),
+            "device_bytes": None if device_bytes is None else parse_bytes(device_bytes),
+            "disk_bytes": None if disk_bytes is None else parse_bytes(disk_bytes),
         }
     except ValueError as exc:
         raise UsageError(str(exc)) from exc
@@ -270,6 +273,7 @@ def replay(
         tz=tz,
         strict=strict,
         hints=hints,
+        tiers=tiers,
         **sizes,
     )
 
