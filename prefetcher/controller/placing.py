@@ -55,9 +55,9 @@ def site_of(
     """A node as placement sees it, of its report; the models of `load_s` can be loaded there. Without a `room`, what is there and may leave
     does, for nothing. `guesses`: what is wanted is no demand, so a prefetch that runs does not yield to it."""
     link = max(1.0, report.link_bytes_per_s)
-    at: dict[str, At] = {}
-    ready_in_s: dict[str, float] = {}
-    running_s = max((q.left_s for q in report.queued if q.moving), default=0.0)
+    at = {q.model: At.MOVING for q in report.queued if q.moving}
+    ready_in_s = {q.model: q.left_s for q in report.queued if q.moving}
+    running_s = max(ready_in_s.values(), default=0.0)
     for held in report.held:
         if held.state == "ready":
             at[held.model] = At.READY
