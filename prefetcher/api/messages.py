@@ -265,6 +265,9 @@ class StatusAnswer(BaseModel):
         examples=[{"classifier": "too_few", "sources": [{"source": "chat-page", "kept": 7, "broken": 3, "weight": 0.64}]}],
     )
     orders: list[dict[str, Any]]
+    idle_pins: list[dict[str, Any]] = Field(
+        default_factory=list, description="weights that pins keep and that have been worth less than their price for long", examples=[[]]
+    )
     prefetching: bool
     mode: Literal["on", "observe", "off"] = Field(description="what the switches that concern the node say together")
     observe: bool

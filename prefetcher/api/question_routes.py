@@ -167,6 +167,7 @@ def add_questions(app: FastAPI, service: Service, access: Access) -> None:
             decides=service.decides(found.node),
             hints=service.hint_sources(),
             orders=[msgspec.to_builtins(order) for order in service.orders(20, node=found.node)],
+            idle_pins=[msgspec.to_builtins(pin) for pin in service.reports.idle_pins()],
             prefetching=mode != "off",
             mode=mode,
             observe=found.observe or mode == "observe",

@@ -11,6 +11,7 @@ import threading
 import urllib.parse
 from typing import Any
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -19,6 +20,8 @@ from rich.text import Text
 from prefetcher.api.client import get
 from prefetcher.clock import SystemClock
 from prefetcher.errors import UnavailableError, shortened
+from prefetcher.report.messages import IdlePin
+from prefetcher.report.terminal import idle_line
 from prefetcher.words import expert, reason, size, span
 
 __all__ = ["render", "show"]
@@ -108,6 +111,7 @@ def _notes(status: dict[str, Any]) -> list[Text]:
     """What is wrong, and what was asked for in vain."""
     node = status["node"]
     notes = [*status["problems"], *node["problems"]]
+    notes += [idle_line(msgspec.convert(pin, IdlePin), status["now_s"]) for pin in status.get("idle_pins", ())]
     if node["memory"]["warning"]:
         notes.append(node["memory"]["warning"])
     rows, unknown = node.get("unknown_rows", 0), node.get("unknown", ())

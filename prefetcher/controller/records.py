@@ -37,7 +37,7 @@
 | `prefetcher:{node/N}:totals` | what node N's ledger adds up to, with memory that is still held (`agent.orderbook`) | agent | never |
 | `prefetcher:{node/N}:sums` | `report.sums.StoredLedger` of node N: what is held, which hours it told | agent | `SUMS_EXPIRE_S` after it |
 | `prefetcher:{node/N}:hour/H.P` | part P of hour H since 1970 of node N's ledger (`report.sums.encode_hour`) | agent | the same |
-| `prefetcher:{node/N}:shadow-hours` | `report.shadows.ShadowHours`: what requests would have waited with prefetching off | controller | never |
+| `prefetcher:{node/N}:shadow-hours` | `report.shadows.ShadowHours`: waits with prefetching off, as the shadow counts | controller | never |
 | `prefetcher:{node/N}:orders` | list of `OrderRecord`, one for each change; the last `ORDERS_KEPT` | agent | by count |
 | `prefetcher:{node/N}:ledger` | `agent.kept.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
 | `prefetcher:{node/N}:machine` | `agent.kept.MachineState` of node N, written together with its ledger and totals | agent | never |
