@@ -12,6 +12,7 @@ _REASONS: dict[str, str] = {
     "victims_worth_more": "what would have to leave is worth more",
     "hint_unlikely": "others would have to leave for a hint that is unlikely to be kept",
     "below_price": "holding it costs more than it saves",
+    "too_early": "its use is expected later than its window allows for",
     "no_room": "what is in use or pinned leaves no room",
     "link_busy": "the disk was busy",
     "link_budget": "the disk had no time left",

@@ -29,10 +29,12 @@ from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.nodes import Nodes
 from prefetcher.controller.placing import Placing
 from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, make_plan, worth_of
+from prefetcher.controller.windows import WindowView
 from prefetcher.core.experts import WINDOWS_S
 from prefetcher.core.hints import Expected, Hint
 from prefetcher.core.shadow_caches import Outlook, ShadowCaches
 from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
+from prefetcher.core.windows import WindowTable
 from prefetcher.errors import PredictorError, UnavailableError
 from prefetcher.ports import Partition, StateStore, Streams
 from prefetcher.report.shadows import ShadowHours
@@ -107,6 +109,7 @@ class Controller:
         self._on_plan = on_plan
         self._read_request = read_request
         self._experiment = experiment
+        self._windows = WindowView(state)
         self._intake: Intake | None = None
         self._wanted: set[str] = set()
         self._nodes = Nodes(state, options.nodes)
@@ -392,6 +395,7 @@ class Controller:
 
     def _look_at_nodes(self) -> None:
         self._nodes.look(self._clock.now_s())
+        self._windows.look()
         self._mind_the_fence()
         for node in set(self._shadows) - set(self._nodes.names):
             del self._shadows[node]
@@ -470,6 +474,14 @@ class Controller:
         served = [entry for entry in known if entry[0] >= 0]
         numbers, sizes, link_s = (np.array([entry[i] for entry in served]) for i in range(3))
         shadows.serve(numbers.astype(np.int64), sizes.astype(float), link_s.astype(float), float(report.memory.budget_bytes))
+        windows = self._windows_of(report)
+        seen = np.array([number >= 0 for number, _, _ in known], np.bool_)
+        shadows.bound(numbers.astype(np.int64), None if windows is None else WindowTable(*(column[seen] for column in windows)))
+
+    def _windows_of(self, report: records.NodeReport) -> WindowTable | None:
+        """The window of each model that a node knows; None while none has one of its own."""
+        view = self._windows
+        return None if view.is_plain else view.book.windows_of(view.facts([(k.model, float(k.bytes)) for k in report.known]))
 
     def _worth(self, report: records.NodeReport, now_s: float, expected: Mapping[str, Expected]) -> tuple[Outlook, Worth]:
         node = NodeName(report.node)
@@ -553,6 +565,7 @@ class Controller:
             new_id=lambda: DecisionId(uuid.uuid4().hex[:16]),
             expected=expected,
             batch=batch,
+            windows=self._windows_of(report),
         )
         self._tell_catalog(node)
         outlook, worth = self._worth(report, now_s, expected)

@@ -33,12 +33,14 @@ from prefetcher.core.types import (
     Tier,
     WeightsKey,
 )
+from prefetcher.core.windows import NO_LEAD_LIMIT_S, WindowTable
 from prefetcher.core.value import (
     LEAST_CHANCE,
     MOST_HOLDS,
     head_start,
     index_per_byte,
     load_discount,
+    may_start,
     mean_load_s,
     miss_cost_s,
     price_per_byte_s,
@@ -87,6 +89,8 @@ class Given:
     why: Callable[[str], tuple[tuple[str, float], ...]] = lambda _model: ()
     #: What batch schedules need; their models are in `expected` too.
     batch: Needs = field(default_factory=Needs)
+    #: Each model's window, in the report's order; None where none has one of its own: `hold_s` then bounds all, and nothing else does.
+    windows: WindowTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,10 @@ class _Chooser:
         self._sizes = np.array([float(k.bytes) for k in report.known])
         self._link_s = np.array([max(k.load_s, 1e-6) for k in report.known])
         self._index = worth.keep if worth.fetch is None else worth.fetch
+        count, windows = len(report.known), given.windows
+        self._hold_s = np.full(count, given.hold_s) if windows is None else windows.hold_s
+        lead_s = np.full(count, np.inf) if windows is None else windows.lead_s
+        self._lead_s = np.where(lead_s >= NO_LEAD_LIMIT_S, np.inf, lead_s)
         self._held = {h.model: h for h in report.held if h.tier == Tier.HOST.name.lower()}
         self.skipped: dict[str, int] = {}
         #: What carried orders that have not begun will take.
@@ -239,7 +247,7 @@ class _Chooser:
         good = self._worth.fetch is not None and score >= self._outlook.policy.stays_at * past.score
         if order.cause is not Cause.FORECAST or not good:
             return order
-        until_s = min(given.now_s + 2.0 * given.tick_s - order.issued_s, MOST_HOLDS * given.hold_s)
+        until_s = min(given.now_s + 2.0 * given.tick_s - order.issued_s, MOST_HOLDS * float(self._hold_s[i]))
         return replace(order, hold_s=max(order.hold_s, until_s))
 
     def _skip(self, reason: str, count: int = 1) -> None:
@@ -270,6 +278,9 @@ class _Chooser:
                 continue
             if self._index[i] < self._price:
                 self._skip("below_price")
+                continue
+            if not hinted and not may_start(rate, float(self._link_s[i]), self._report.recent_wait_s, float(self._lead_s[i])):
+                self._skip("too_early")
                 continue
             link_s, said = float(self._link_s[i]), self._said(i)
             share = load_discount(rate, link_s) if said is None else head_start(said.at_s, said.end_s, given.now_s, link_s)
@@ -354,7 +365,7 @@ class _Chooser:
         if said is not None:
             expected_s, hold_s = said.at_s, said.until_s - given.now_s
         else:
-            expected_s, hold_s = given.now_s + min(1.0 / rate, HORIZONS_S[-1]), given.hold_s
+            expected_s, hold_s = given.now_s + min(1.0 / rate, HORIZONS_S[-1]), float(self._hold_s[i])
         cause = Cause.FORECAST if said is None else Cause.BATCH if known.model in given.batch.models else Cause.HINT
         return Order(
             decision_id=given.new_id(),

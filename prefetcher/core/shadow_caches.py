@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from prefetcher.core.compiled import kernel
 from prefetcher.core.demand import STANDARD_TAUS_S, Demand, decayed_rate, new_demand
-from prefetcher.core.experts import EXPERTS, PERIOD_S, VARIANTS, expert_policies, without_prefetch
+from prefetcher.core.experts import EXPERTS, PERIOD_S, VARIANT_OF_HORIZON, VARIANTS, expert_policies, without_prefetch
 from prefetcher.core.hedge import Hedge
 from prefetcher.core.holdout import HoldoutSettings
 from prefetcher.core.node import (
@@ -38,7 +38,10 @@ from prefetcher.core.node import (
 from prefetcher.core.node_run import run_rows
 from prefetcher.core.ranking import JOINERS_TAU, next_use_per_s
 from prefetcher.core.references import by_reference
+from prefetcher.core.types import Window
 from prefetcher.core.value import price_per_byte_s
+from prefetcher.core.window_caches import apply_windows
+from prefetcher.core.windows import NO_LEAD_LIMIT_S, OWN_HORIZON_S, WindowTable
 
 __all__ = ["Outlook", "ShadowCaches"]
 
@@ -65,8 +68,8 @@ Floats = npt.NDArray[np.float64]
 class Outlook:
     """What the deciding expert says of the next use, by model number, per second: float64[n] each; 0 for a model never used.
 
-    `keep_per_s` ranks what is held and what asks to come in; `prefetch_per_s` ranks prefetches, None when the expert does not prefetch;
-    `joiners_per_s` is the row rate over an hour. `parts`: what it is made of, with shares.
+    `keep_per_s` ranks what is held and what asks to come in; `prefetch_per_s` ranks prefetches, by each model's own horizon, None when the
+    expert does not prefetch; `joiners_per_s` is the row rate over an hour. `parts`: what it is made of, with shares.
     """
 
     expert: str
@@ -119,6 +122,10 @@ class ShadowCaches:
         self._link_s = np.zeros(0)
         self._served = np.zeros(0, np.bool_)
         self._capacity = 0.0
+        #: What a model's prefetches are bounded by of which nothing was said, and what was said: (numbers, windows).
+        self._unbounded = Window(NO_LEAD_LIMIT_S, OWN_HORIZON_S, hold_s)
+        self._bounded: tuple[npt.NDArray[np.int64], WindowTable] | None = None
+        self._variant = np.zeros(0, np.int64)
         self._column = np.zeros((VARIANTS, 0), np.float32)
         self._latest = np.zeros((VARIANTS, 0), np.float32)
         self._log = new_event_log(SHADOW + 1, 0, [])
@@ -155,6 +162,23 @@ class ShadowCaches:
         takes = ((status == Status.LOADING) & ~uncached) | (status == Status.READY) | (status == Status.PREFETCH) | (status == Status.HELD)
         cache["used"] = (takes * self._size).sum(axis=1)
 
+    def bound(self, numbers: npt.NDArray[np.int64] | None, windows: WindowTable | None) -> None:
+        """From here on prefetches of models `numbers` int64[k] are bounded by these windows, all others by none; None: no window at all."""
+        self._bounded = None if numbers is None or windows is None else (numbers, windows)
+        self._grow(0 if self._bounded is None or not len(self._bounded[0]) else int(self._bounded[0].max()) + 1)
+        self._apply_windows()
+
+    def _apply_windows(self) -> None:
+        n, none = len(self._size), self._unbounded
+        table = WindowTable(*(np.full(n, value) for value in (none.lead_s, none.horizon_s, none.hold_s)))
+        if self._bounded is not None:
+            numbers, windows = self._bounded
+            for whole, part in zip(table, windows, strict=True):
+                whole[numbers] = part
+        self._variant = np.array([VARIANT_OF_HORIZON[float(horizon)] for horizon in table.horizon_s], np.int64)
+        for e in range(SHADOW + 1):
+            apply_windows(self._caches, e, table)
+
     def _grow(self, models: int) -> None:
         have = len(self._size)
         if models <= have:
@@ -176,6 +200,7 @@ class ShadowCaches:
         self._caches.queue[:, :have] = old.queue
         self._caches.cache[:] = old.cache
         self._caches.next_event_s[:] = old.next_event_s
+        self._apply_windows()
 
     def _world(self, ts: Floats, model: npt.NDArray[np.int32]) -> World:
         unknown = np.full(len(ts), np.inf)
@@ -320,12 +345,16 @@ class ShadowCaches:
 
         joiners = np.zeros(n)
         _joiners(now_s, self._demand, joiners)
-        fetches = policy.prefetch is not PrefetchRule.NONE
+        prefetch_per_s = None
+        if policy.prefetch is not PrefetchRule.NONE:
+            prefetch_per_s = rates(policy.prefetch_variant)
+            for variant in np.unique(self._variant[self._variant >= 0]).tolist():
+                prefetch_per_s = np.where(self._variant == variant, rates(variant), prefetch_per_s)
         return Outlook(
             expert=self.expert,
             policy=policy,
             keep_per_s=rates(policy.variant),
-            prefetch_per_s=rates(policy.prefetch_variant) if fetches else None,
+            prefetch_per_s=prefetch_per_s,
             joiners_per_s=joiners,
             parts=_PARTS[policy.rank],
         )
@@ -389,6 +418,8 @@ class ShadowCaches:
         self._caches.weights[:] = np.frombuffer(arrays["weights"].tobytes(), WEIGHTS).reshape(len(_NAMES) + 1, n)
         self._caches.queue[:] = arrays["queue"]
         self._caches.next_event_s[:] = arrays["next_event_s"]
+        self._bounded = None
+        self._apply_windows()
         orders = np.frombuffer(arrays["orders"].tobytes(), ORDER_EVENT)
         self._log = new_event_log(SHADOW + 1, 0, [])
         room = max(len(orders), len(self._log.orders))
