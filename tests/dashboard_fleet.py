@@ -1,4 +1,4 @@
-"""A fleet for pages: reports, plans, totals, orders, forecasts and jobs of many nodes in a state store, as agents and controllers write them.
+"""A fleet for pages: reports, plans, totals, orders, forecasts and jobs of many nodes in a store, as agents and controllers write them.
 
 What is written is made by a seeded generator, and served by the real endpoint. `Fleet.report` is what two hundred agents do each second.
 """

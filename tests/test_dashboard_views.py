@@ -22,7 +22,7 @@ from prefetcher.api.keys import Access
 from prefetcher.clock import VirtualClock
 from prefetcher.config import ApiSettings
 from prefetcher.controller import records
-from prefetcher.controller.records import HeldWeights, KnownWeights, OrderRecord
+from prefetcher.controller.records import HeldWeights, OrderRecord
 from prefetcher.core.types import Arm, Cause, DecisionId, DesiredWeights, ModelName, ModelVersion, NodeName, Order, Plan, Tier, WeightsKey
 from prefetcher.dashboard.assets import PAGE_HEADERS, asset, assets
 from prefetcher.dashboard.events import Events
