@@ -33,7 +33,6 @@ from prefetcher.core.types import (
     Tier,
     WeightsKey,
 )
-from prefetcher.core.windows import NO_LEAD_LIMIT_S, WindowTable
 from prefetcher.core.value import (
     LEAST_CHANCE,
     MOST_HOLDS,
@@ -45,6 +44,7 @@ from prefetcher.core.value import (
     miss_cost_s,
     price_per_byte_s,
 )
+from prefetcher.core.windows import NO_LEAD_LIMIT_S, WindowTable
 
 __all__ = ["Given", "PastOrder", "Planned", "Worth", "make_plan", "worth_of"]
 
