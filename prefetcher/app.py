@@ -37,6 +37,7 @@ from prefetcher.controller.follow import Follower
 from prefetcher.controller.foreign import mapped_requests
 from prefetcher.controller.leadership import Leadership
 from prefetcher.controller.state_version import check_version
+from prefetcher.core.tuner import TunerSettings
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.dashboard.past import Past
 from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
@@ -257,6 +258,8 @@ class App(Process):
             backend=backend_of(self._settings),
             users_keep_s=keep.users_keep_s,
             history_keep_s=keep.history_keep_s,
+            tuner=TunerSettings(price_s_per_gb_h=self._settings.decision.price),
+            seed=self._settings.decision.seed,
         )
         # By the machine's own clock: in the minutes of a demonstration no day passes.
         clock = self.clock if self.clock.speed == 1.0 else SystemClock()

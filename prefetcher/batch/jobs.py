@@ -11,11 +11,12 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from prefetcher.batch import forecasting, retention, seasonal, training
+from prefetcher.batch import forecasting, retention, seasonal, training, tuning
 from prefetcher.batch.runs import JobAbout
 from prefetcher.batch.scheduler import Did, Job, Run
 from prefetcher.clock import Clock
 from prefetcher.controller.learner import Learner
+from prefetcher.core.tuner import TunerSettings
 from prefetcher.errors import UnavailableError
 from prefetcher.ingest.tables import TablesReader
 from prefetcher.ports import StateStore
@@ -48,6 +49,8 @@ class Means:
     backend: Backend
     users_keep_s: float
     history_keep_s: float
+    tuner: TunerSettings = TunerSettings()
+    seed: int = 0
 
 
 def make_jobs(means: Means) -> list[Job]:
@@ -77,6 +80,20 @@ def make_jobs(means: Means) -> list[Job]:
                 most_s=7200.0,
             ),
             lambda run: _seasonal_refit(run, means),
+        ),
+        Job(
+            JobAbout(
+                tuning.TUNER,
+                "how early, how far ahead and how long prefetches are, by segment of models",
+                at_s=4 * 3600 + 1200,
+                tz=means.seasonal.tz,
+                most_s=7200.0,
+            ),
+            lambda run: tuning.tune_windows(run, means.state, history, means.tuner, clock.now_s(), means.seed),
+        ),
+        Job(
+            JobAbout(tuning.WATCH, "the last change of windows looked at, and undone if it was a bad one", _HOUR_S, most_s=3600.0),
+            lambda run: tuning.watch_windows(run, means.state, history, means.tuner, clock.now_s(), means.seed),
         ),
         Job(
             JobAbout("compact-history", "hours of history put together by day", at_s=3 * 3600 + 1200, most_s=1800.0),

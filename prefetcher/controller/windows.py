@@ -139,6 +139,14 @@ class WindowShelf:
                 return after
         raise UnavailableError("others change the windows all the time; try again", retry_after_s=1.0)
 
+    def stop_watching(self, since_s: float) -> None:
+        """The change that has been watched since `since_s` stood. Raises UnavailableError."""
+        raw = self._state.read(WINDOWS)
+        _, record = self._of(raw)
+        if record.watched_from_s == since_s:
+            # Whoever is faster changed more than this.
+            self._state.replace(WINDOWS, raw, records.encode(msgspec.structs.replace(record, watched_from_s=None)))
+
     # --- by people ---
 
     def pin(self, segment: str, window: Window | None, by: str, now_s: float) -> WindowBook:
