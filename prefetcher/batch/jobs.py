@@ -6,7 +6,7 @@ What they do is in the modules of this package; they are put together here from 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from redis.exceptions import RedisError
@@ -49,7 +49,7 @@ class Means:
     backend: Backend
     users_keep_s: float
     history_keep_s: float
-    tuner: TunerSettings = TunerSettings()
+    tuner: TunerSettings = field(default_factory=TunerSettings)
     seed: int = 0
 
 
