@@ -19,6 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from prefetcher import __version__
+from prefetcher.cli_acts import add_act_commands
 from prefetcher.cli_doctor import add_doctor_command
 from prefetcher.cli_help import Contents
 from prefetcher.cli_hints import add_hint_command
@@ -70,8 +71,6 @@ def _options(
 
 
 Url = Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")]
-Model = Annotated[str, typer.Argument(help="The model's name.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command(cls=with_defaults(OF_UP))
@@ -126,60 +125,6 @@ def status(
     from prefetcher.api.status_view import show
 
     show(url, once=once, as_json=json, every_s=every_s)
-
-
-def _act(act: str, model: str, url: str, as_json: bool) -> None:
-    from prefetcher.api import client
-    from prefetcher.api.acts import in_words
-
-    answer = client.act(url, act, model)
-    _say(answer, f"{act} {model}: {in_words(act, answer['reason'])}", as_json)
-
-
-def _switch(where: str, words: str, url: str, as_json: bool) -> None:
-    from prefetcher.api.client import post
-
-    _say(post(url, f"/v1/{where}"), words, as_json)
-
-
-def _say(answer: Any, words: str, as_json: bool) -> None:
-    typer.echo(dumps(answer, indent=2) if as_json else words)
-
-
-@app.command()
-def pin(model: Model, url: Url = _DEFAULT_URL, json: Json = False) -> None:
-    """Loads a model and keeps it, whatever is decided; also across restarts."""
-    _act("pin", model, url, json)
-
-
-@app.command()
-def unpin(model: Model, url: Url = _DEFAULT_URL, json: Json = False) -> None:
-    """Leaves a model to the decision again."""
-    _act("unpin", model, url, json)
-
-
-@app.command()
-def load(model: Model, url: Url = _DEFAULT_URL, json: Json = False) -> None:
-    """Loads a model now; unused, it stays an hour."""
-    _act("load", model, url, json)
-
-
-@app.command()
-def evict(model: Model, url: Url = _DEFAULT_URL, json: Json = False) -> None:
-    """Gives a model's memory back now, unless it is leased or pinned."""
-    _act("evict", model, url, json)
-
-
-@app.command()
-def off(url: Url = _DEFAULT_URL, json: Json = False) -> None:
-    """Stops prefetching at once: demand loading only."""
-    _switch("off", "prefetching is off: demand loading only", url, json)
-
-
-@app.command()
-def on(url: Url = _DEFAULT_URL, json: Json = False) -> None:
-    """Starts prefetching again."""
-    _switch("on", "prefetching is on", url, json)
 
 
 @app.command()
@@ -327,6 +272,7 @@ def compile_() -> None:
 
 
 add_commands(app)
+add_act_commands(app)
 add_hint_command(app)
 add_doctor_command(app)
 add_job_commands(app)

@@ -13,8 +13,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "See what it would save": ("demo", "replay", "backtest", "predictors"),
     "Set a machine up": ("doctor", "manifest", "compile", "config"),
     "Run it": ("up", "agent", "controller", "ingest", "api", "scheduler"),
-    "Look": ("status", "report", "explain", "ledger", "jobs", "windows"),
-    "Say what comes, and act by hand": ("hint", "schedule", "pin", "unpin", "load", "evict", "off", "on", "forget"),
+    "Look": ("status", "route", "report", "explain", "ledger", "jobs", "windows"),
+    "Say what comes, and act by hand": ("hint", "schedule", "pin", "unpin", "load", "evict", "off", "on", "observe", "forget"),
     "Measure it": ("bench",),
 }
 #: A first sentence is at most so long.

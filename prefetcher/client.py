@@ -30,7 +30,7 @@ from prefetcher.clock import SystemClock
 from prefetcher.errors import PrefetcherError, TemporaryError, UnavailableError, UsageError
 from prefetcher.secrets import without_secrets
 
-__all__ = ["Client", "Forecast", "Hint", "HintTaken", "LikelyModel", "Request", "Residency"]
+__all__ = ["Client", "Forecast", "Hint", "HintTaken", "LikelyModel", "Request", "Residency", "Route"]
 
 #: Real seconds: an endpoint answers within one, or not.
 _TIMEOUT_S = 3.0
@@ -41,6 +41,7 @@ _MOST_IDLE = 8
 #: Rows and hints in one post, as the endpoint takes them.
 _MOST_ROWS = 10_000
 _MOST_HINTS = 100
+_MOST_ROUTES = 100
 
 _clock = SystemClock()
 _never = threading.Event()
@@ -117,6 +118,21 @@ class Forecast(msgspec.Struct, frozen=True):
     issued_at_s: float
     valid_until_s: float
     probabilities: dict[int, float]
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Where to send requests for a model: its node, what the weights are there (`ready`, `moving`, `placed`), and how long a request is
+    expected to wait for them. `cached` is False where it fits nowhere and is served from the tier below."""
+
+    model: str
+    node: str
+    state: str
+    wait_s: float
+    cached: bool = True
+
+
+class _Routes(msgspec.Struct):
+    routes: list[Route]
 
 
 class _Hints(msgspec.Struct):
@@ -201,6 +217,17 @@ class Client:
         query = "" if model is None else f"?model={urllib.parse.quote(model, safe='')}"
         return self._read(f"/v1/residency{query}", list[Residency])
 
+    def route(self, model: str) -> Route:
+        """The node to send a request for the model to, now. Loads nothing: the request does."""
+        return self._read(f"/v1/route/{urllib.parse.quote(model, safe='')}", Route)
+
+    def routes(self, models: Iterable[str]) -> list[Route]:
+        """The same for up to 100 models that are called at once, decided together; in their order."""
+        given = list(models)
+        if not 0 < len(given) <= _MOST_ROUTES:
+            raise UsageError(f"a question is about 1 to {_MOST_ROUTES} models, these are {len(given)}")
+        return self._post("/v1/route", {"models": given}, _Routes, {}).routes
+
     def forecast(self, model: str) -> Forecast:
         """How likely the model is used within the next minutes."""
         return self._read(f"/v1/forecast/{urllib.parse.quote(model, safe='')}", Forecast)
@@ -221,7 +248,7 @@ class Client:
 
     # --- a call and its tries ---
 
-    def _post(self, path: str, body: Sequence[Mapping[str, Any]], kind: type[_T], headers: Mapping[str, str]) -> _T:
+    def _post(self, path: str, body: Sequence[Mapping[str, Any]] | Mapping[str, Any], kind: type[_T], headers: Mapping[str, str]) -> _T:
         return self._call("POST", path, json.dumps(body).encode(), kind, {"Content-Type": "application/json", **headers})
 
     def _read(self, path: str, kind: type[_T]) -> _T:

@@ -11,6 +11,7 @@ import os
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
 from prefetcher.core.types import NAME_LIMIT_BYTES
@@ -45,14 +46,16 @@ def post(url: str, path: str, body: Any = None) -> Any:
     return _ask(url, path, "POST", body)
 
 
-def act(url: str, act: str, model: str) -> Any:
-    """The answer to an act by hand on a model, whatever characters its name has. Raises as `post`."""
+def act(url: str, act: str, model: str, wish: Mapping[str, Any] | None = None, node: str | None = None) -> Any:
+    """The answer to an act by hand on a model, whatever characters its name has, on `node`, else on the endpoint's own. `wish` is the body:
+    why, and until when. Raises as `post`."""
     name = model.encode(errors="surrogateescape")
     unknown = f"no model is called {shortened(repr(model))} there; `prefetcher status` lists them"
     if len(name) > NAME_LIMIT_BYTES:
         raise ModelNotFoundError(unknown, model=model)
     try:
-        return post(url, f"/v1/models/{urllib.parse.quote(name, safe='')}:{act}")
+        where = "" if node is None else f"?node={urllib.parse.quote(node, safe='')}"
+        return post(url, f"/v1/models/{urllib.parse.quote(name, safe='')}:{act}{where}", dict(wish) if wish else None)
     except ModelNotFoundError as exc:
         # A name that no route takes, as one with a line's end.
         raise ModelNotFoundError(unknown if str(exc).startswith("no such address") else str(exc), model=model) from exc
