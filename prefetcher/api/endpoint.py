@@ -21,6 +21,7 @@ from prefetcher.api.messages import HealthAnswer, Problem
 from prefetcher.api.page_routes import add_pages
 from prefetcher.api.problems import PROBLEMS, BodyLimit, explain_errors, problem
 from prefetcher.api.question_routes import add_questions
+from prefetcher.api.report_routes import add_reports, report_schemas
 from prefetcher.api.route_routes import add_routing
 from prefetcher.api.service import Service
 from prefetcher.api.window_routes import add_windows
@@ -45,6 +46,7 @@ def make_endpoint(service: Service, body_limit_bytes: int, access: Access | None
     add_requests(app, service, access)
     add_hints(app, service, access)
     add_questions(app, service, access)
+    add_reports(app, service, access)
     add_acts(app, service, access)
     add_pages(app)
     add_routing(app, service, access)
@@ -87,7 +89,7 @@ def _describe(app: FastAPI) -> None:
             made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             parts = made.setdefault("components", {}).setdefault("schemas", {})
             of_problem = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
-            parts |= of_problem.pop("$defs", {}) | {"Problem": of_problem}
+            parts |= of_problem.pop("$defs", {}) | {"Problem": of_problem} | report_schemas()
             made["components"]["securitySchemes"] = {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},

@@ -18,11 +18,12 @@ from prefetcher.api.hints import HintDesk
 from prefetcher.api.jobs import JobDesk, ScheduleDesk
 from prefetcher.api.routing import RouteDesk
 from prefetcher.clock import Clock, SystemClock
-from prefetcher.config import ApiSettings
+from prefetcher.config import ApiSettings, ReportSettings
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.errors import ModelNotFoundError, TemporaryError, UnavailableError, shortened
 from prefetcher.ports import StateStore, StreamWriter, Topic
+from prefetcher.report.desk import ReportDesk
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher.wire import request_records
 
@@ -77,6 +78,7 @@ class Service:
         self.by_hand = ByHand(node, group, own, reach, state, self.fleet, clock, metrics, wake)
         #: Jobs run by the machine's own clock.
         self.jobs = JobDesk(state, clock if clock.speed == 1.0 else SystemClock())
+        self.reports = ReportDesk(state, clock, ReportSettings())
         self.schedules = ScheduleDesk(state, self.fleet, clock, wake)
         self.routes = RouteDesk(quick_state or state, self.fleet, clock)
         self._writer = writer
