@@ -72,7 +72,7 @@ def findings(service: Service, view: View) -> list[Finding]:
         *_of_jobs(service),
         *_of_orders(service, view),
         *_of_hints(view),
-        *_of_pins(view, service.now_s),
+        *_of_pins(service, view),
     ]
     found.sort(key=lambda one: (_RANK[one.severity], -one.weight, one.kind, one.what))
     return found
@@ -266,11 +266,21 @@ def _of_hints(view: View) -> Iterator[Finding]:
             yield Finding("hints", "warn", what, detail, "prefetcher status", then, weight=1.0 + source.broken / 1e6)
 
 
-def _of_pins(view: View, now_s: float) -> Iterator[Finding]:
+def _of_pins(service: Service, view: View) -> Iterator[Finding]:
+    """Those that the controller holds against the price, then those that nobody used for long."""
+    now_s, judged = service.now_s, set[str]()
+    for pin in sorted(service.reports.idle_pins(), key=lambda pin: -pin.cost_s)[:_OF_A_KIND]:
+        judged.add(pin.model)
+        if pin.released_at_s is not None:
+            continue
+        what = f"{pin.model} is kept on {pin.node} by {pin.why}, and a held byte of it saves {pin.index_ratio:.0%} of its price"
+        detail = f"{pin.held_gb_h:.3g} GB·h since then cost {pin.cost_s:.3g} s of waiting by the price and saved {pin.earned_s:.3g} s"
+        command, then = f"prefetcher unpin {shlex.quote(pin.model)}", "leaves it to the decision again"
+        yield Finding("idle pin", "note", what, detail, command, then, pin.model, pin.node, weight=pin.held_gb_h)
     idle: dict[str, tuple[float, float, int]] = {}
     for report in view.reports.values():
         for held in report.held:
-            if not held.pinned or held.state != "ready" or held.leases:
+            if not held.pinned or held.state != "ready" or held.leases or held.model in judged:
                 continue
             since_s = held.last_use_s if held.last_use_s is not None else held.since_s
             before = idle.get(held.model, (0.0, since_s, 0))

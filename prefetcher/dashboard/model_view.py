@@ -18,7 +18,9 @@ from prefetcher.api.fleet import FORECAST_HORIZONS_S, View
 from prefetcher.api.service import Service
 from prefetcher.batch.forecasting import FORECAST, ForecastTable
 from prefetcher.controller import records
+from prefetcher.controller.windows import WindowView, window_json
 from prefetcher.core.types import NodeName
+from prefetcher.core.windows import window_in_words
 from prefetcher.dashboard.past import Band, band_of
 from prefetcher.dashboard.views import expected_uses
 from prefetcher.errors import ModelNotFoundError, TemporaryError, shortened
@@ -62,6 +64,7 @@ def told(service: Service, view: View, model: str, span_s: float) -> dict[str, A
         "forecast": _forecast(service, model, begin_s, now_s, bin_s, chances, notes),
         "chances": chances,
         "where": _where(view, model, here),
+        "window": _window(service, view, model),
         "orders": _with_expected(service, orders),
         "notes": notes,
     }
@@ -145,7 +148,21 @@ def _forecast(
     }
 
 
-# --- where it is, and its orders ---
+# --- its window, where it is, and its orders ---
+
+
+def _window(service: Service, view: View, model: str) -> dict[str, Any]:
+    """The window in force for it, by the segment that holds it."""
+    reader = WindowView(service.state)
+    reader.look()
+    size = next((known.bytes for report in view.reports.values() for known in report.known if known.model == model), 0)
+    number = int(reader.book.segment_numbers(reader.facts([(model, float(size))]))[0])
+    entry = None if number < 0 else reader.book.entries[number]
+    window = reader.book.rest if entry is None else entry.window
+    about: dict[str, Any] = {"segment": "", "since_s": None, "why": "", "pinned": False}
+    if entry is not None:
+        about = {"segment": entry.segment.name, "since_s": entry.since_s, "why": entry.why, "pinned": entry.pinned}
+    return about | {"words": window_in_words(window), "version": reader.book.version, **window_json(window)}
 
 
 def _where(view: View, model: str, here: Sequence[str]) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ export function make(page) {
   const found = page.source();
   const story = page.source();
   const cold = page.source();
-  const windows = page.source();
   let typing = 0;
   let isOpen = false;
   let active = -1;
@@ -27,8 +26,6 @@ export function make(page) {
     const name = encodeURIComponent(model);
     story.load(`v1/explain/${name}?span_s=${SPANS[chosenSpan] ? chosenSpan : 10800}`);
     cold.load(`v1/models/${name}/cold-start`);
-    // An endpoint without tuned windows is asked once.
-    if (windows.error?.status !== 404) windows.load(`v1/windows?model=${name}`);
   }
 
   function view() {
@@ -197,20 +194,16 @@ export function make(page) {
   }
 
   function windowView(told) {
-    const head = h("h3", { id: "window-head" }, "Its window");
-    const own = windows.data && windows.error === null ? windows.data.window || windows.data : null;
-    const order = told.orders.find((one) => one.hold_s !== undefined);
-    let body;
-    if (own && own.hold_s !== undefined) {
-      body = [h("dl", { class: "facts" },
-        fact("Lead", own.lead_s >= 21600 ? "at any time" : span(own.lead_s), "how long before the expected use it may be brought"),
+    const own = told.window;
+    const since = own.since_s ? `, since ${clock(own.since_s, told.now_s, false)}` : "";
+    return h("section", { "data-key": "window", "aria-labelledby": "window-head" }, h("h3", { id: "window-head" }, "Its window"),
+      h("p", { class: "small" }, own.segment
+        ? `Of its segment, “${own.segment}”${since}${own.pinned ? ", pinned" : ""}${own.why ? `: ${own.why}` : ""}.`
+        : `Of all models that no segment holds${own.version ? "" : ": no window was tuned yet"}.`),
+      h("dl", { class: "facts" },
+        fact("Lead", own.lead_s >= 21600 ? "at any time" : own.lead_s === 0 ? "as the load takes" : span(own.lead_s), "how long before the expected use, beyond the load, it may begin"),
         fact("Horizon", own.horizon_s ? span(own.horizon_s) : "the expert's", "how far ahead the forecast looks"),
-        fact("Hold", span(own.hold_s), "how long it stays unused")),
-      windows.data.segment ? h("p", { class: "small" }, `Its segment: ${windows.data.segment}${windows.data.why ? `; ${windows.data.why}` : ""}`) : null];
-    } else {
-      body = h("p", { class: "empty" }, "Windows are not tuned model by model by this endpoint", order ? `; the order that stands holds it unused for ${span(order.hold_s)}.` : "; one hold, PREFETCHER_DECISION__HOLD_S, is for all.");
-    }
-    return h("section", { "data-key": "window", "aria-labelledby": "window-head" }, head, body);
+        fact("Hold", span(own.hold_s), "how long it stays when nobody uses it")));
   }
 
   function orders(told) {

@@ -8,7 +8,6 @@ import { clock, count, number, percent, span, whole } from "./format.js";
 export const marks = ["orders"];
 /** Sums change with every second of memory held; more often than this nobody can read them. */
 const SOONEST_MS = 10000;
-const GB_H = 3.6e12;
 const MISSING = 5;
 const OUTCOMES = [
   ["hit", "hit", "ready before it was used"], ["late", "late", "used while it was still loading"],
@@ -18,6 +17,7 @@ const OUTCOMES = [
 export function make(page) {
   const report = page.source();
   const hours = page.source();
+  const effects = page.source();
   let askedAt = -Infinity;
   let askedFor = "";
 
@@ -28,21 +28,22 @@ export function make(page) {
     askedFor = range;
     const since = page.rangeS() === null ? "0" : range;
     report.load(`v1/report?since=${since}&by=arm`);
+    effects.load("v1/effect");
     if (page.chosen().tab === "worth") hours.load(`v1/report?since=${since}&by=hour&most=1000`);
   }
 
   /** [answer, what stands below it] for the tab. */
   function answer() {
     if (report.data === null) return report.error ? ["Not known", report.error.message] : null;
-    const told = normal(report.data);
+    const told = report.data;
     const { total } = told;
     if (total.requests === 0 && total.prefetches === 0) return ["Nothing to judge yet", "no request in this range"];
-    const [saved, how] = savedOf(told);
-    return [`${saved === null ? "–" : span(saved)} of waiting saved`, `${how}; ${number(total.idle_gb_h)} GB·h idle, ${number(total.wasted_gb_h)} wasted`];
+    const [saved, how] = savedOf(total);
+    return [saved < 0 ? `${span(-saved)} more waiting` : `${span(saved)} of waiting saved`, `${how}; ${number(total.idle_gb_h)} GB·h idle, ${number(total.wasted_gb_h)} wasted`];
   }
 
   function view() {
-    const told = report.data === null ? null : normal(report.data);
+    const told = report.data;
     return [
       page.standing(report, "the report"),
       told ? [head(told), prefetches(told), first(told), trend(), missing(told)] : null,
@@ -50,19 +51,17 @@ export function make(page) {
   }
 
   function head(told) {
-    const { total, effect } = told;
-    const [saved, how] = savedOf(told);
+    const { total } = told;
+    const [saved, how] = savedOf(total);
     const nothing = total.requests === 0 && total.prefetches === 0;
     return h("section", { "data-key": "head", "aria-labelledby": "worth-head" },
       h("h2", { id: "worth-head" }, "Waiting saved, and what it took"),
-      h("p", { class: "small" }, told.ranged
-        ? `${page.rangeName() === "all time" ? "Since each node's ledger began" : `The last ${page.rangeName()}`}${told.from ? `, in whole hours from ${clock(told.from, page.now(), false)} on` : ""}.`
-        : "Since each node's ledger began: this endpoint's report knows no range."),
+      h("p", { class: "small" }, `${page.rangeName() === "all time" ? "Since the installation" : `The last ${page.rangeName()}`}${told.from_hour_s ? `, in whole hours from ${clock(told.from_hour_s, page.now(), false)} on` : ""}.`),
       nothing ? h("p", { class: "empty" }, "No request came in this range. Take a longer one, or send requests: ", h("code", {}, "POST /v1/requests")) : null,
       h("div", { class: "pair" },
         h("div", { class: "figure" },
           h("h3", {}, "Cold seconds saved"),
-          h("p", { class: "big" }, saved === null ? "–" : number(saved), " ", h("span", { class: "unit" }, "s")),
+          h("p", { class: "big" }, number(saved), " ", h("span", { class: "unit" }, "s")),
           h("p", {}, how),
           h("p", { class: "small" }, `${number(total.cold_s)} s were waited in ${count(total.requests, "request")}`, total.shadow_cold_s === null ? "" : `; ${number(total.shadow_cold_s)} s would have been without prefetching, by the shadow`)),
         h("div", { class: "figure" },
@@ -71,27 +70,31 @@ export function make(page) {
           h("p", {}, `${number(total.wasted_gb_h)} GB·h of it wasted: brought ahead and never used`),
           h("p", { class: "small" }, `of ${number(total.held_gb_h)} GB·h held; ${number(total.moved_gb)} GB read`)),
         h("div", { class: "figure" },
-          h("h3", {}, "The control group's own"), control(effect, told)),
+          h("h3", {}, "By the control group"), control(told)),
       ));
   }
 
-  function control(effect, told) {
-    const arm = told.control;
-    if (effect && effect.basis === "control" && effect.saving_ratio !== null && effect.saving_ratio !== undefined) {
-      const certain = effect.low > 0 || effect.high < 0;
+  function control(told) {
+    const effect = effects.data;
+    const arm = told.groups.find((group) => group.name === "control")?.figures;
+    const own = arm && arm.requests
+      ? h("p", { class: "small" }, `In this range its hours waited ${number(arm.cold_s)} s in ${count(arm.requests, "request")} and held ${number(arm.idle_gb_h)} GB·h idle.`) : null;
+    if (effect === null) return effects.error ? h("p", { class: "empty" }, `Not known: ${effects.error.message}`) : h("p", { class: "waiting" }, "Asking…");
+    if (effect.basis !== "control") {
       return [
-        h("p", { class: "big" }, signed(effect.saving_ratio), " ", h("span", { class: "unit" }, "waiting")),
-        h("p", {}, effect.low === null || effect.low === undefined ? "no interval yet" : `95 % sure that it is between ${signed(effect.low)} and ${signed(effect.high)}`),
-        h("p", { class: "small" }, `${sayCertain(certain, effect)} ${whole(effect.control_blocks)} of ${whole(effect.blocks)} node-hours were without prefetching; they waited ${number(effect.control_cold_s)} s in ${count(effect.control_rows, "request")}.`),
+        h("p", { class: "big" }, "Shadow only"),
+        h("p", {}, effect.basis === "shadow" && effect.saving_ratio !== null
+          ? `${lessOrMore(effect.saving_ratio)} waiting, by a computation and not by an experiment: it has no interval.`
+          : "There is no control group: what is saved is a computation by the shadow, and has no interval."),
+        h("p", { class: "small" }, effect.experiment || effect.why || "A single node has none."), own,
       ];
     }
-    const why = effect?.why || (told.effectKnown ? "no hours of a control group lie in this range" : "");
+    const whole_ = effect.low !== null && effect.high !== null;
     return [
-      h("p", { class: "big" }, effect?.saving_ratio === null || effect?.saving_ratio === undefined ? "Shadow only" : [signed(effect.saving_ratio), " ", h("span", { class: "unit" }, "waiting")]),
-      h("p", {}, arm && arm.requests
-        ? `Hours without prefetching: ${number(arm.cold_s)} s waited in ${count(arm.requests, "request")}, ${number(arm.idle_gb_h)} GB·h idle.`
-        : "There is no control group here: what is saved is a computation by the shadow, not an experiment, and has no interval."),
-      h("p", { class: "small" }, why || (arm && arm.requests ? "No interval is computed by this endpoint." : "A single node has none; PREFETCHER_DECISION__CONTROL_RATIO sets its share where there are more.")),
+      h("p", { class: "big" }, lessOrMore(effect.saving_ratio)),
+      h("p", {}, whole_ ? `waiting; 95 % sure that it is between ${lessOrMore(effect.low)} and ${lessOrMore(effect.high)}` : `waiting; no interval yet: ${effect.why || "too few hours of the control group"}`),
+      h("p", { class: "small" }, `${!whole_ || (effect.low <= 0 && effect.high >= 0) ? "It may be chance. " : ""}${whole(effect.control_blocks)} of ${whole(effect.blocks)} node-hours of ${span(86400 * effect.days)} were without prefetching; all that are kept, whatever the range.`),
+      own,
     ];
   }
 
@@ -119,8 +122,7 @@ export function make(page) {
     const waits = total.first_waits;
     return h("section", { "data-key": "slo", "aria-labelledby": "slo-head" },
       h("h2", { id: "slo-head" }, "First requests against what is promised"),
-      !waits ? h("p", { class: "empty" }, "Quantiles of waits are not measured by this version of the endpoint.") :
-        waits.count === 0 ? h("p", { class: "empty" }, `No first request in this range: the first one after a model was not asked for ${span(told.firstGapS)}.`) : [
+      waits.count === 0 ? h("p", { class: "empty" }, `No first request in this range: the first one after a model was not asked for ${span(told.first_gap_s)}.`) : [
           h("p", {}, h("strong", {}, `p99 ${span(waits.p99_s)}`), ` of ${count(waits.count, "first request")}, promised: ${percent(slo.target_ratio, 1)} within ${span(slo.under_s)}. `,
             slo.met_ratio === null ? null : sign(slo.met_ratio >= slo.target_ratio ? "good" : "bad", `${percent(slo.met_ratio, 1)} were`)),
           waitScale([{ name: `p50 ${span(waits.p50_s)}`, value: waits.p50_s }, { name: `p95 ${span(waits.p95_s)}`, value: waits.p95_s }, { name: `p99 ${span(waits.p99_s)}`, value: waits.p99_s }],
@@ -163,14 +165,9 @@ function fact(name, value, words) {
   return h("div", { "data-key": name }, h("dt", {}, name), h("dd", {}, h("strong", {}, value), h("span", { class: "small" }, words)));
 }
 
-function signed(ratio) {
-  // A saving is less waiting.
-  return `${ratio > 0 ? "−" : "+"}${percent(Math.abs(ratio))}`;
-}
-
-function sayCertain(certain, effect) {
-  if (!certain) return "That may be chance.";
-  return effect.saving_ratio > 0 ? "So prefetching saves waiting." : "So prefetching costs waiting.";
+/** A saving in words, with its own sign: 0.2 is 20 % less waiting. */
+function lessOrMore(ratio) {
+  return `${percent(Math.abs(ratio))} ${ratio >= 0 ? "less" : "more"}`;
 }
 
 function burn(value) {
@@ -183,36 +180,11 @@ function burnWords(value) {
   return `slow ones spend what is allowed ${number(value, 2)} times too fast`;
 }
 
-/** [seconds, how that is known]. */
-function savedOf(told) {
-  const { total, effect } = told;
-  if (effect && effect.basis === "control" && effect.saved_s_per_h !== null && effect.saved_s_per_h !== undefined && effect.days) {
-    return [effect.saved_s_per_h * 24 * effect.days, "measured against the control group"];
+/** [seconds, how that is known]: by the shadow over the hours that it saw whole, else by what used prefetches had moved in time. */
+function savedOf(total) {
+  if (total.shadow_cold_s !== null && total.coverage !== null) {
+    const part = total.shadow_requests < total.requests ? `, known of ${whole(total.shadow_requests)} of ${count(total.requests, "request")}` : "";
+    return [total.shadow_cold_s * total.coverage, `${percent(total.coverage)} less than without prefetching, by the shadow${part}`];
   }
-  if (total.shadow_cold_s !== null && total.shadow_cold_s !== undefined) return [total.shadow_cold_s - total.cold_s, `${percent(total.coverage)} less than without prefetching, by the shadow`];
   return [total.saved_s, "by prefetches that were used: how long their bytes had moved before somebody came"];
-}
-
-/** The report as it is now; totals of an endpoint that knows no ranges are put into its words. */
-function normal(told) {
-  if (told.total) {
-    const arm = (told.groups || []).find((group) => told.by === "arm" && group.name === "control");
-    return {
-      ranged: true, from: told.from_hour_s, total: told.total, slo: told.slo, effect: told.effect, effectKnown: told.effect !== null && told.effect !== undefined,
-      missing: told.missing || [], control: arm?.figures || null, firstGapS: told.first_gap_s,
-    };
-  }
-  const sum = told.sum || told;
-  const outcomes = sum.outcomes || {};
-  const part = sum.by_arm?.control;
-  return {
-    ranged: false, from: null, slo: null, effect: null, effectKnown: false, missing: [], firstGapS: null,
-    control: part ? { requests: part.rows, cold_s: part.cold_seconds, idle_gb_h: part.idle_byte_seconds / GB_H } : null,
-    total: {
-      requests: sum.rows || 0, cold_starts: sum.cold_starts || 0, miss: sum.cold_starts || 0, cold_s: sum.cold_seconds || 0, first_waits: null, prefetches: sum.orders || 0,
-      outcomes, hit: outcomes.timely || 0, late: outcomes.late || 0, useless: outcomes.useless || 0, displaced: outcomes.displaced || 0,
-      premature: sum.premature || 0, accuracy: sum.accuracy ?? null, timeliness: sum.timeliness ?? null, shadow_cold_s: null, coverage: null, saved_s: sum.saved_seconds || 0,
-      held_gb_h: (sum.held_byte_seconds || 0) / GB_H, idle_gb_h: (sum.idle_byte_seconds || 0) / GB_H, wasted_gb_h: (sum.wasted_byte_seconds || 0) / GB_H, moved_gb: (sum.moved_bytes || 0) / 1e9,
-    },
-  };
 }
