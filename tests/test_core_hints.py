@@ -141,3 +141,17 @@ def test_ends_of_settled_and_moved_hints_do_not_pile_up() -> None:
     assert len(book._ends) < 11_000
     book.expire(1e9)
     assert len(book) == 0
+
+
+def test_an_expectation_names_the_source_that_is_believed_most() -> None:
+    book = HintBook()
+    for number in range(8):
+        book.add(hint(number, f"m{number}", "good"), 100.0)
+        book.used(f"m{number}", 110.0)
+        book.add(hint(100 + number, f"n{number}", "bad"), 100.0)
+    book.expire(200.0)
+    for number, source in enumerate(("bad", "good", "unheard of"), start=1000):
+        book.add(hint(number, "m", source, at_s=200.0), 200.0)
+        said = book.expected("m", 200.0)
+        assert said is not None
+        assert said.source == ("bad" if source == "bad" else "good")

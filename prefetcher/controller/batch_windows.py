@@ -102,7 +102,7 @@ class BatchWindows:
 def _as_expected(need: Need, hint: Expected | None, now_s: float) -> Expected:
     per_s = need.per_s if hint is None else max(need.per_s, hint.per_s)
     at_s = max(now_s, need.at_s)
-    return Expected(1.0, at_s, need.until_s, per_s, min(need.until_s, at_s + 1.0 / need.per_s))
+    return Expected(1.0, at_s, need.until_s, per_s, min(need.until_s, at_s + 1.0 / need.per_s), need.schedule)
 
 
 def _zone(name: str) -> tzinfo:

@@ -381,6 +381,7 @@ class _Chooser:
             deadline_s=given.now_s + max(hold_s, 4.0 * load_s),
             hold_s=hold_s,
             contributions=_made_of(self._outlook.parts, given.why(known.model)) if said is None else ((cause.value, 1.0),),
+            source="" if said is None else said.source,
         )
 
 

@@ -75,7 +75,7 @@ class Expected:
 
     `probability` of a use until `until_s`; `at_s`, the earliest time that one of them names; `end_s`, by when it has come, if these hints
     are kept as late as others of their sources; `per_s`, the rate of next use that a held byte is ranked by (P(T ≤ W) / E[min(T, W)],
-    W the time that is left until `end_s`).
+    W the time that is left until `end_s`). `source`: of those that gave them, the one that is believed most.
     """
 
     probability: float
@@ -83,6 +83,7 @@ class Expected:
     until_s: float
     per_s: float
     end_s: float
+    source: str = ""
 
 
 @dataclass(slots=True)
@@ -290,7 +291,8 @@ class HintBook:
                 come = next((hint.at_s for hint in mine.values() if hint.at_s <= now_s), None)
                 said.at_s = min(hint.at_s for hint in mine.values()) if come is None else come
         assert said.at_s is not None
-        missed = math.prod(1.0 - said.chances.get(source, self.belief(source)) for source in said.sources)
+        chances = {source: said.chances.get(source, self.belief(source)) for source in said.sources}
+        missed = math.prod(1.0 - chance for chance in chances.values())
         probability = 1.0 - missed
         at_s = max(now_s, said.at_s)
         end_s = min(said.until_s, said.latest_s + max(self.window_s(source) for source in said.sources))
@@ -298,7 +300,8 @@ class HintBook:
             # Nearly all that are kept are by now: what is left of the chance, over what is left of the time.
             probability *= (1.0 - _COVERED) / (1.0 - _COVERED * probability)
             end_s = said.until_s
-        return Expected(probability, at_s, said.until_s, hinted_rate(probability, at_s, end_s, now_s), end_s)
+        per_s = hinted_rate(probability, at_s, end_s, now_s)
+        return Expected(probability, at_s, said.until_s, per_s, end_s, max(chances, key=lambda source: (chances[source], source)))
 
     def models(self) -> list[str]:
         """Models with open hints."""
