@@ -117,6 +117,9 @@ class EffectReader:
         Raises:
             UnavailableError: the state store does not answer.
         """
+        hour_s = HoldoutSettings().block_s
+        from_s = None if from_s is None else math.ceil(from_s / hour_s) * hour_s
+        until_s = None if until_s is None else math.floor(until_s / hour_s) * hour_s
         last = self._last
         if last is not None and 0.0 <= now_s - last[0] < _FRESH_S and last[1] == (from_s, until_s):
             return last[2]

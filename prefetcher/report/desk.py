@@ -18,6 +18,7 @@ from prefetcher.clock import Clock
 from prefetcher.config import ReportSettings
 from prefetcher.core.histogram import RESOLUTION_RATIO
 from prefetcher.core.totals import Totals
+from prefetcher.controller.effects import EffectReader
 from prefetcher.errors import ModelNotFoundError, UsageError, shortened
 from prefetcher.ports import StateStore
 from prefetcher.report.build import Besides, Question, build_report, hours_of, stages_of
@@ -63,6 +64,7 @@ class ReportDesk:
         self._clock = clock
         self._settings = settings
         self._history = history
+        self._effects = EffectReader(state)
         self._guard = threading.Lock()
         self._read: tuple[float, range | None, Found] | None = None
 
@@ -78,7 +80,8 @@ class ReportDesk:
         hours = hours_of(question.since_s, question.until_s) if question.since_s is not None else None
         found = self._nodes(hours)
         besides = Besides(found.missing, self.idle_pins(), read_shadows(self._state, [each.node for each in found.nodes]))
-        return build_report(found.nodes, question, besides)
+        effect = self._effects.read(self._clock.now_s(), question.since_s, question.until_s)
+        return msgspec.structs.replace(build_report(found.nodes, question, besides), effect=effect)
 
     def _question(self, since: str | None, until: str | None, by: str | None, most: int = 1000) -> Question:
         if by is not None and by not in BY:
