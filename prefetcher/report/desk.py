@@ -16,9 +16,9 @@ import msgspec
 
 from prefetcher.clock import Clock
 from prefetcher.config import ReportSettings
+from prefetcher.controller.effects import EffectReader
 from prefetcher.core.histogram import RESOLUTION_RATIO
 from prefetcher.core.totals import Totals
-from prefetcher.controller.effects import EffectReader
 from prefetcher.errors import ModelNotFoundError, UsageError, shortened
 from prefetcher.ports import StateStore
 from prefetcher.report.build import Besides, Question, build_report, hours_of, stages_of
