@@ -20,7 +20,7 @@ from prefetcher.report.sums import HourPart, LedgerPart, StoredLedger, encode_ho
 __all__ = ["HOURS_KEPT", "SumsState", "ToTell", "Told"]
 
 #: Real seconds between tellings while something changes, and while only time passes: what is held and idle goes on growing.
-_EVERY_S = 5.0
+_EVERY_S = 10.0
 _IDLE_S = 60.0
 #: Sums in one message: some 150 kB, where brokers take 1 MB.
 _AT_ONCE = 400
