@@ -357,7 +357,8 @@ def _by_shadows(
     cost = max(sum(cost for at_s, cost in rival.costs if at_s > since_s + PERIOD_S), 1e-9)
     bad = total < -max(settings.hysteresis * cost, chance)
     word = "more" if total < 0.0 else "less"
-    said = f"over {len(gains)} hours it cost {abs(100.0 * total / cost):.1f} % {word} than the windows before would have"
+    percent = abs(100.0 * total / max(cost + total, 1e-9))
+    said = f"over {len(gains)} hours it cost {percent:.1f} % {word} than the windows before would have"
     evidence = {
         "by": "shadow",
         "hours": len(gains),
