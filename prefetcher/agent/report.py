@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,10 +15,10 @@ from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, Nod
 from prefetcher.core.copies import Holdings, Stage, Weights
 from prefetcher.core.facts import TransferEnded
 from prefetcher.core.residency import ResidencyMachine
-from prefetcher.core.types import ModelName, Tier
+from prefetcher.core.types import ModelName, Tier, WeightsKey
 from prefetcher.errors import InputError
 
-__all__ = ["LinkMeter", "make_report"]
+__all__ = ["LinkMeter", "make_report", "queued_of"]
 
 #: Link use is measured over about ten minutes; waits and speed over about fifty loads, as the decision's trial did.
 _BUSY_TAU_S = 600.0
@@ -182,20 +182,19 @@ def make_report(
         problems=tuple(problems),
         unknown_rows=unknown.rows,
         unknown=unknown.most(_UNKNOWN_NAMED),
-        queued=_queued(machine, meter, moves),
+        queued=queued_of(machine, meter.bytes_per_s, moves.done_bytes),
     )
 
 
-def _queued(machine: ResidencyMachine, meter: LinkMeter, moves: Moves) -> tuple[QueuedWeights, ...]:
-    """What rows and programs wait for, and how long that takes the link into the serving tier."""
+def queued_of(machine: ResidencyMachine, bytes_per_s: float, done_bytes: Callable[[WeightsKey], int]) -> tuple[QueuedWeights, ...]:
+    """What rows and programs wait for at a node, and how long that takes the link into the serving tier. `done_bytes`: of running loads."""
     tier = machine.limits.serving_tier
     found = []
     for key, weights in sorted(machine.holdings.weights.items()):
-        if not weights.demanded:
-            continue
-        left = min(weights.remaining_bytes(tier), weights.bytes - moves.done_bytes(key))
-        moving = machine.holdings.mover.get(tier) == key
-        found.append(QueuedWeights(key.model, round(left / max(1.0, meter.bytes_per_s), 3), weights.waiting, moving))
+        if weights.demanded:
+            left = min(weights.remaining_bytes(tier), weights.bytes - done_bytes(key))
+            moving = machine.holdings.mover.get(tier) == key
+            found.append(QueuedWeights(key.model, round(left / max(1.0, bytes_per_s), 3), weights.waiting, moving))
     return tuple(found)
 
 
