@@ -24,11 +24,12 @@ from prefetcher.cli_doctor import add_doctor_command
 from prefetcher.cli_help import Contents
 from prefetcher.cli_hints import add_hint_command
 from prefetcher.cli_jobs import add_job_commands
-from prefetcher.cli_windows import add_window_commands
 from prefetcher.cli_predictors import add_predictor_commands
 from prefetcher.cli_report import add_report_command
 from prefetcher.cli_roles import Config, add_commands, run_app
 from prefetcher.cli_settings import OF_REPLAY, OF_UP, overrides_of, with_defaults
+from prefetcher.cli_tune import add_tune_command
+from prefetcher.cli_windows import add_window_commands
 from prefetcher.errors import InputError, PrefetcherError, UsageError
 
 __all__ = ["app", "main"]
@@ -51,7 +52,7 @@ _MOST_BYTES = 10**15
 _MOST_NODES = 10_000
 _BENCHES = (
     "load", "policies", "starts", "fit", "replay", "ingest", "ingest-crash", "bad-records", "hint", "hint-burst", "hint-value", "outage",
-    "ab", "cluster",
+    "ab", "cluster", "windows", "regime",
 )  # fmt: skip
 _DEFAULT_URL = "http://127.0.0.1:8371"
 
@@ -271,6 +272,7 @@ def compile_() -> None:
     compile_command()
 
 
+add_tune_command(app)
 add_commands(app)
 add_act_commands(app)
 add_hint_command(app)

@@ -10,7 +10,7 @@ __all__ = ["SECTIONS", "Contents"]
 
 #: Commands by section, in the order that they are told.
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "See what it would save": ("demo", "replay", "backtest", "predictors"),
+    "See what it would save": ("demo", "replay", "tune", "backtest", "predictors"),
     "Set a machine up": ("doctor", "manifest", "compile", "config"),
     "Run it": ("up", "agent", "controller", "ingest", "api", "scheduler"),
     "Look": ("status", "route", "report", "explain", "ledger", "jobs", "windows"),
