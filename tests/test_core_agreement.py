@@ -44,6 +44,7 @@ from prefetcher.core.node_steps import advance, close
 from prefetcher.core.ranking import next_use_per_s
 from prefetcher.core.residency import NodeLimits, ResidencyMachine
 from prefetcher.core.types import Arm, Cause, DecisionId, DesiredWeights, ModelName, NodeName, Order, Plan, Tier, WeightsKey
+from prefetcher.replay.log_tables import outcome_codes
 
 NODE = NodeName("n")
 #: A block a second, and whole blocks only: every time of a load is exact.
@@ -154,6 +155,7 @@ def replayed(log: Log) -> Story:
     assert advance(0, rows, np.inf, world, demand, hazard, caches, events) == rows + 1
     assert close(world.t1_s, world, demand, caches, events)
     held, moved, orders = (part[: events.filled[i]] for i, part in enumerate((events.residency, events.transfers, events.orders)))
+    assert outcome_codes(orders).tolist() == orders["outcome"].tolist(), "the ledger's rule says of the same times what the kernel says"
     names = [f.name.lower() for f in Found]
     story = Story(
         found=[names[code] for code in events.found[0][:rows]],

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefetcher.core import facts
 from prefetcher.core.facts import Ending, Found
 from prefetcher.core.ledger import Ledger, OrderEntry, Totals, TotalsKey, sum_totals
+from prefetcher.core.outcomes import outcome_of, outcomes_of
 from prefetcher.core.types import Arm, Cause, DecisionId, ModelName, NodeName, Order, Outcome, Tier, WeightsKey
 from prefetcher.errors import InputError
 
@@ -309,3 +311,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
 LedgerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 TestLedgerMachine = LedgerMachine.TestCase
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(*[st.none() | st.sampled_from([1.0, 2.0, 3.0])] * 2, st.none() | st.sampled_from(list(Ending)))))
+def test_many_outcomes_are_those_of_one_each(orders: list[tuple[float | None, float | None, Ending | None]]) -> None:
+    times = [np.array([np.nan if order[i] is None else order[i] for order in orders], np.float64) for i in (0, 1)]
+    endings = np.empty(len(orders), dtype=object)
+    endings[:] = [order[2] for order in orders]
+    found = list(outcomes_of(times[0], times[1], endings))
+    assert found == [outcome_of(*order) for order in orders]
+    assert all(isinstance(outcome, Outcome) for outcome in found)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_lru import requests, simulate, table
 
 from prefetcher.errors import InputError
-from prefetcher.replay.accounts import LOGS, PolicyLogs, check_limits, read_logs, totals, write_logs
+from prefetcher.replay.accounts import LOGS, PolicyLogs, check_limits, check_outcomes, read_logs, totals, write_logs
 
 OUTCOMES = ["timely", "late", "useless", "displaced", "superseded", "cancelled", "failed", "lost", "open"]
 FROM_S, END_S = 300.0, 1000.0
@@ -223,6 +223,24 @@ def test_a_log_without_rows_or_orders_has_no_ratios() -> None:
     undefined = ("wait_p50_s", "wait_p95_s", "wait_p99_s", "accuracy", "timeliness", "coverage", "pollution")
     assert all(got[key] is None for key in undefined)
     assert check_limits(empty[0], empty[1], 1, 1.0) == []
+
+
+def test_an_outcome_that_its_times_contradict_is_said() -> None:
+    order = {"model": "p", "version": "", "issued_s": 0.0, "ready_s": 10.0, "first_use_s": 20.0, "outcome": "timely"}
+    orders = [
+        order,
+        order | {"first_use_s": 5.0, "outcome": "late"},
+        order | {"first_use_s": None, "outcome": "useless"},
+        order | {"first_use_s": None, "ready_s": None, "outcome": "superseded"},
+        order | {"first_use_s": None, "outcome": "open"},
+    ]
+    assert check_outcomes(table("orders", orders)) == []
+    wrong = [order | {"outcome": "late"}, order | {"outcome": "useless"}, order | {"first_use_s": None}]
+    assert check_outcomes(table("orders", wrong)) == [
+        "orders row 0: it is late, and its times say timely",
+        "orders row 1: it is useless, and its times say timely",
+        "orders row 2: it is timely, and its times say open",
+    ]
 
 
 def test_a_shadow_of_other_rows_is_refused() -> None:

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from prefetcher.errors import UsageError
-from prefetcher.replay.accounts import check_limits, read_logs, write_logs
+from prefetcher.replay.accounts import check_limits, check_outcomes, read_logs, write_logs
 from prefetcher.replay.policies import known_policies, parse_policy, policy_in_words, standard_taus
 from prefetcher.replay.run import Simulation, replay_command
 from prefetcher.replay.trace import Trace, read_trace
@@ -101,6 +101,7 @@ def test_ours_keeps_the_limits_and_repeats_itself_byte_for_byte(tmp_path: Path) 
         mine = simulation.ours()
         for logs in (mine.logs, mine.shadow):
             assert check_limits(logs.residency, logs.transfers, capacity, 3.5e9) == []
+        assert check_outcomes(mine.logs.orders) == []
         entry = simulation.totals("ours", mine.logs, mine.shadow)
         assert sum(entry["outcomes"].values()) == entry["prefetches"]
         folders.append(write_logs(tmp_path / run, "ours", mine.logs))

@@ -135,7 +135,7 @@ class IdlePins:
             return False
         since_s = max((each.under_since_s for each in idle), default=now_s)
         held, cost, earned = (sum(getattr(each, name) for each in idle) for name in ("held_gb_h", "cost_s", "earned_s"))
-        reason = f"worth less than its price for {span(now_s - since_s)}: {held:.1f} GB·h cost {cost:.1f} s and saved {earned:.1f} s"
+        reason = f"worth less than its price for {span(now_s - since_s)}: {held:.1f} GB·h cost {cost:.3g} s and saved {earned:.3g} s"
         done = records.ByHand("unpin", now_s, BY, model, reason=reason)
         self.state.append(records.BY_HAND, [records.encode(done)], records.BY_HAND_KEPT)
         log().info("pin_released", model=model, by=pin.by, reason=reason)

@@ -92,8 +92,12 @@ def outcomes_of(
         first_use_s: float64[n], the same where it was never used.
         unused: object[n], the `Ending` of each order, None where it has not ended.
     """
-    ended = [None if ending is None else _BY_ENDING[ending] for ending in unused]
-    found = np.array([Outcome.OPEN if outcome is None else outcome for outcome in ended], dtype=object)
+    found = np.empty(len(ready_s), dtype=object)
+    found[:] = [Outcome.OPEN if ending is None else _BY_ENDING[ending] for ending in unused]
     used = np.isfinite(ready_s) & np.isfinite(first_use_s)
-    found[used] = np.where((ready_s <= first_use_s)[used], Outcome.TIMELY, Outcome.LATE)
+    with np.errstate(invalid="ignore"):
+        in_time = ready_s <= first_use_s
+    # One at a time: numpy would make plain text of names.
+    found[used & in_time] = Outcome.TIMELY
+    found[used & ~in_time] = Outcome.LATE
     return found

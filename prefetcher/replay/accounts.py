@@ -17,10 +17,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from prefetcher.core.facts import Ending
+from prefetcher.core.outcomes import outcomes_of
 from prefetcher.core.types import Cause, Outcome
 from prefetcher.errors import InputError
 
-__all__ = ["LOGS", "SCHEMAS", "PolicyLogs", "check_limits", "folder_name", "read_logs", "totals", "write_logs"]
+__all__ = ["LOGS", "SCHEMAS", "PolicyLogs", "check_limits", "check_outcomes", "folder_name", "read_logs", "totals", "write_logs"]
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 _TIME = pa.float64()
@@ -86,6 +88,15 @@ _GB_H = 1e9 * 3600.0
 _PERCENTILES = (50.0, 95.0, 99.0)
 #: A row that finds one of these finds nothing resident or moving: a miss.
 _MISSES = ("absent", "queued")
+
+_ENDING_OF = {
+    Outcome.USELESS.value: Ending.GIVEN_UP,
+    Outcome.DISPLACED.value: Ending.DISPLACED,
+    Outcome.SUPERSEDED.value: Ending.REPLACED,
+    Outcome.CANCELLED.value: Ending.CANCELLED,
+    Outcome.FAILED.value: Ending.FAILED,
+    Outcome.LOST.value: Ending.LOST,
+}
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -212,6 +223,22 @@ def check_limits(
     return [
         *_over_capacity(residency, capacity_bytes, tier),
         *_link_breaches(transfers, link_bytes_per_s, residency, load_seconds or {}),
+    ]
+
+
+def check_outcomes(orders: Any) -> list[str]:
+    """What the orders log breaks, one sentence each: an outcome that the order's times contradict, by the rule that the live ledger has
+    (`core.outcomes`).
+    """
+    found = _codes(orders, "outcome")
+    said = [found.name(i) for i in range(orders.num_rows)]
+    # Why an unused order ended only its outcome says; whether it was used, and in time, its times do.
+    endings = np.array([_ENDING_OF.get(name) for name in said], dtype=object)
+    told = outcomes_of(_floats(orders, "ready_s"), _floats(orders, "first_use_s"), endings)
+    return [
+        f"orders row {i}: it is {name}, and its times say {expected.value}"
+        for i, (name, expected) in enumerate(zip(said, told, strict=True))
+        if name != expected.value
     ]
 
 

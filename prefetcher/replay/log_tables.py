@@ -12,11 +12,20 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from prefetcher.core.facts import Ending
 from prefetcher.core.node import OUTCOMES, EventLog, Found
+from prefetcher.core.outcomes import outcomes_of
 from prefetcher.replay.accounts import SCHEMAS
 from prefetcher.replay.trace import Trace
 
-__all__ = ["coded", "orders_table", "redundant_orders", "residency_table", "same", "transfers_table", "waits_table"]
+__all__ = ["coded", "orders_table", "outcome_codes", "redundant_orders", "residency_table", "same", "transfers_table", "waits_table"]
+
+
+#: Why an order ended that the kernels' code is for, None where it did not, or was used.
+_ENDINGS = np.array(
+    [{"useless": Ending.GIVEN_UP, "displaced": Ending.DISPLACED, "cancelled": Ending.CANCELLED}.get(name) for name in OUTCOMES],
+    dtype=object,
+)
 
 
 def coded(codes: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> pa.Array:
@@ -49,6 +58,15 @@ def redundant_orders(orders: npt.NDArray[np.void], log: EventLog, shadow: int | 
     return pa.array(held, mask=row < 0)
 
 
+def outcome_codes(orders: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """int64[len(orders)]: the outcome of each order, as the ledger's rule has it, into `OUTCOMES`. Of what the kernels say, it takes the
+    times and why an unused order ended."""
+    ending = _ENDINGS[orders["outcome"]]
+    number = {name: code for code, name in enumerate(OUTCOMES)}
+    found = outcomes_of(orders["ready_s"], orders["first_use_s"], ending)
+    return np.array([number[outcome.value] for outcome in found], np.int64)
+
+
 def residency_table(
     held: npt.NDArray[np.void], orders: npt.NDArray[np.void], node: pa.Array, tier: pa.Array, trace: Trace, t1: float
 ) -> pa.Table:
@@ -56,7 +74,7 @@ def residency_table(
     size = trace.bytes_
     end_s = np.where(held["start_s"] < t1, np.minimum(held["end_s"], t1), held["end_s"])
     ready_s = np.where(held["ready_s"] <= end_s, held["ready_s"], np.nan)
-    outcome = np.where(held["prefetch"], orders["outcome"][held["order"]] if len(orders) else 0, len(OUTCOMES))
+    outcome = np.where(held["prefetch"], outcome_codes(orders)[held["order"]] if len(orders) else 0, len(OUTCOMES))
     columns = [
         node, coded(held["model"], trace.models), same("", len(held)), tier, _times(held["start_s"]),
         _times(ready_s), _times(np.minimum(held["last_use_s"], end_s)), _times(end_s),
@@ -97,7 +115,7 @@ def orders_table(
         same("", n), tier, coded(mine["hint"].astype(np.int8), kinds), same("treated", n),
         _times(mine["issued_s"]), _times(mine["issued_s"]),
         _times(mine["ready_s"]), _times(mine["first_use_s"]), _times(np.minimum(mine["end_s"], np.maximum(t1, mine["issued_s"]))),
-        coded(mine["outcome"], OUTCOMES), pa.array(mine["premature"]), redundant,
+        coded(outcome_codes(mine), OUTCOMES), pa.array(mine["premature"]), redundant,
     ]  # fmt: skip
     return pa.Table.from_arrays(columns, names=SCHEMAS["orders"].names).cast(SCHEMAS["orders"])
 

@@ -80,7 +80,7 @@ def _lines(report: Report) -> list[str]:
 def idle_line(pin: IdlePin, now_s: float) -> str:
     """A pin that earns too little, in a line."""
     kept = f"{pin.model} on {pin.node}, {pin.bytes / 1e9:,.1f} GB kept by {pin.why if not pin.by else f'a pin of {pin.by}'}"
-    cost = f"{pin.held_gb_h:,.1f} GB·h cost {pin.cost_s:,.1f} s by the price and saved {pin.earned_s:,.1f} s"
+    cost = f"{pin.held_gb_h:,.1f} GB·h cost {pin.cost_s:.3g} s by the price and saved {pin.earned_s:.3g} s"
     if pin.released_at_s is not None:
         return f"released {span(now_s - pin.released_at_s)} ago: {kept}: {cost}"
     then = "; it is released by itself" if pin.allowed else f"; `prefetcher unpin {pin.model}` gives it back" if pin.why == "pin" else ""
