@@ -41,6 +41,7 @@ TIER = np.dtype(
     [
         ("capacity", "f8"), ("used", "f8"), ("clock", "f8"), ("sieve_hand", "i8"), ("sieve_head", "i8"), ("sieve_tail", "i8"),
         ("expiry_s", "f8"),
+        ("worth", "f8"),  # moving mean over those who asked for room: what a byte of it would have saved, seconds a second
     ]
 )  # fmt: skip
 COPY = np.dtype(

@@ -30,6 +30,8 @@ __all__ = [
 ]
 
 GDSF, SIEVE = int(Rank.GDSF), int(Rank.SIEVE)
+#: Weight of the newest in the mean of what room would have saved: a node's victims change within tens of loads.
+WORTH_WEIGHT = 0.1
 
 
 @kernel_part
@@ -218,6 +220,12 @@ def make_room(
         victims, suffice = victims_in_order(key, sizes, candidates, need)
     if not suffice:
         return False
+    if policy.load_aware:
+        value, room = 0.0, 0.0
+        for c in victims:
+            value += key[c] * sizes[c]
+            room += sizes[c]
+        here.worth += WORTH_WEIGHT * (value / room - here.worth)
     if policy.bypass and not outbids(entrant, size, key, sizes, victims):
         return False
     for c in victims:

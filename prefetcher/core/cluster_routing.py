@@ -9,12 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from prefetcher.core.cluster import ClusterCaches, ClusterWorld
-from prefetcher.core.cluster_memory import link_of, ready_models
+from prefetcher.core.cluster_memory import link_of
 from prefetcher.core.cluster_ranking import key_of
 from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand
 from prefetcher.core.node import DEMAND, PAUSING, PREFETCH, PREFETCHING, READY, UNCACHED, Hazard
-from prefetcher.core.planner import choose_victims
 
 __all__ = ["choose_node"]
 
@@ -48,8 +47,8 @@ def _link_cost_s(e: int, tier: int, slot: int, now_s: float, world: ClusterWorld
 def _displaced_per_s(
     e: int, tier: int, slot: int, now_s: float, world: ClusterWorld, demand: Demand, hazard: Hazard, caches: ClusterCaches
 ) -> float:
-    """What its room in a tier displaces, or what it loses itself where it would be served without being kept; seconds per second."""
-    policy = caches.policy[e]
+    """What its room in a tier displaces, by what room there was worth lately; or what it loses itself, where that is less or it can't be
+    kept. Seconds per second."""
     models = len(world.size_bytes)
     node, model = slot // models, slot % models
     here = caches.tier[e, tier, node]
@@ -57,23 +56,8 @@ def _displaced_per_s(
     need = here.used + size - here.capacity
     if size <= here.capacity and need <= 0.0:
         return 0.0
-    own = key_of(e, tier, node, model, policy.variant, True, now_s, world, demand, hazard, caches) * size
-    if size > here.capacity:
-        return float(own)
-    slots = ready_models(e, tier, node, slot, world, caches)
-    key = np.empty(len(slots))
-    sizes = np.empty(len(slots))
-    for c in range(len(slots)):
-        resident = int(slots[c]) % models
-        key[c] = key_of(e, tier, node, resident, policy.variant, True, now_s, world, demand, hazard, caches)
-        sizes[c] = world.size_bytes[resident]
-    victims, suffice = choose_victims(key, sizes, np.arange(len(slots)), need)
-    if not suffice:
-        return float(own)
-    value = 0.0
-    for c in victims:
-        value += key[c] * sizes[c]
-    return float(min(value, own))
+    own = key_of(e, tier, node, model, caches.policy[e].variant, True, now_s, world, demand, hazard, caches) * size
+    return float(own if size > here.capacity else min(here.worth * need, own))
 
 
 @kernel_part
