@@ -16,10 +16,15 @@ import numpy.typing as npt
 
 from prefetcher.core.windows import FACTS, FactTable, Segment
 
-__all__ = ["ALL_MODELS", "MOST_SEGMENTS", "facts_of_rows", "find_segments", "regularity"]
+__all__ = ["ALL_MODELS", "MOST_SEGMENTS", "SORTED_S", "facts_before", "facts_of_rows", "find_segments", "regularity"]
 
 Floats = npt.NDArray[np.float64]
 
+#: Models are sorted into segments anew each day, by their facts of the last week.
+SORTED_S = 86_400.0
+_FACTS_S = 7 * SORTED_S
+#: A first hour is taken for an hour, however few seconds of it have passed.
+_LEAST_S = 3600.0
 #: More are hard to look through, and each costs a set of shadow caches.
 MOST_SEGMENTS = 4
 #: The one segment of a book whose models are not told apart.
@@ -69,6 +74,13 @@ def facts_of_rows(ts: Floats, model: npt.NDArray[np.integer], size_bytes: Floats
     for m in np.flatnonzero(rows > _LEAST_PAUSES):
         beat[m] = regularity(np.diff(sorted_ts[ends[m] - rows[m] : ends[m]]))
     return FactTable(size_bytes.astype(np.float64), rows / max(days, 1e-9), beat, np.zeros(n) if hinted is None else hinted)
+
+
+def facts_before(ts: Floats, model: npt.NDArray[np.integer], size_bytes: Floats, from_s: float, now_s: float) -> FactTable:
+    """The facts of all models by the rows of the last week before `now_s`, of a history that began at `from_s`; `ts` is sorted."""
+    from_s = max(from_s, now_s - _FACTS_S)
+    first, last = np.searchsorted(ts, (from_s, now_s))
+    return facts_of_rows(ts[first:last], model[first:last], size_bytes, max(now_s - from_s, _LEAST_S) / 86_400.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,10 @@ from prefetcher.core.node import (
     set_policy,
 )
 from prefetcher.core.node_run import run_rows
+from prefetcher.core.segments import SORTED_S, facts_before
 from prefetcher.core.value import price_per_byte_s
+from prefetcher.core.window_caches import apply_windows
+from prefetcher.core.windows import WindowBook
 from prefetcher.replay.engine import TICK_S, close_node
 from prefetcher.replay.trace import Trace
 from prefetcher_models.hazard import HazardSettings
@@ -124,7 +127,8 @@ class NodeRun:
     """Ours on one node: the experts, the live cache, its twin without prefetching, and the live cache at other `prices`, in lockstep.
 
     Slots of its log: LIVE, SHADOW, and AT_PRICE + k for prices[k]. `chosen` is the expert of every period. Prices in seconds per GB·h.
-    With `hints`, the live cache is told of hints, at every price; experts and twin are not, as in production.
+    With `hints`, the live cache is told of hints, at every price; experts and twin are not, as in production. `windows` bound the
+    prefetches of all, model by model, by what this node's rows of the last week said of each; sorted anew after each day of the log.
     """
 
     def __init__(
@@ -135,8 +139,10 @@ class NodeRun:
         hold_s: float,
         prices: Sequence[float] = (),
         hints: bool = False,
+        windows: WindowBook | None = None,
     ) -> None:
         self.world = world
+        self._windows = windows
         self.chosen: list[int] = []
         self._price = price_per_byte_s(price_s_per_gb_h)
         self._experts = expert_policies(price_s_per_gb_h, hold_s)
@@ -176,6 +182,8 @@ class NodeRun:
 
     def begin_period(self) -> None:
         """The Hedge's expert decides from here on."""
+        if self._windows is not None and len(self.chosen) * PERIOD_S % SORTED_S == 0.0:
+            self._bound(self._windows)
         number = self._hedge.live
         self.chosen.append(number)
         policy = self._caches.policy
@@ -183,6 +191,13 @@ class NodeRun:
         set_policy(policy[SHADOW], without_prefetch(self._experts[number]))
         for k, experts in enumerate(self._at_price):
             set_policy(policy[AT_PRICE + k], experts[number])
+
+    def _bound(self, windows: WindowBook) -> None:
+        world, rows = self.world, self._rows
+        now_s = world.t0_s + len(self.chosen) * PERIOD_S
+        table = windows.windows_of(facts_before(world.ts[:rows], world.model[:rows], world.size_bytes, world.t0_s, now_s))
+        for e in range(len(self._caches.policy)):
+            apply_windows(self._caches, e, table)
 
     def end_period(self) -> None:
         """The Hedge learns what the period cost each expert."""

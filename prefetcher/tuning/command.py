@@ -22,9 +22,10 @@ from prefetcher.replay.engine import split_by_node
 from prefetcher.replay.ours import computed_ahead, score_blocks
 from prefetcher.replay.run import check_figures
 from prefetcher.replay.trace import Trace, read_trace
+from prefetcher.replay.windows import read_book
 from prefetcher.tuning.walk import Day, TuningWalk
 
-__all__ = ["LEAST_DAYS", "MOST_MODELS", "read_book", "sampled", "tune", "tune_command"]
+__all__ = ["LEAST_DAYS", "MOST_MODELS", "sampled", "tune", "tune_command"]
 
 #: Of more models, a sample by hash is tuned on: every candidate is a set of caches of all of them.
 MOST_MODELS = 2000
@@ -99,15 +100,6 @@ def tune_command(
     if out is not None:
         written = f"{out}/report.html, {out}/tune.json, and the book for replay and a node, {out}/windows.json"
         Console().print(written, soft_wrap=True, highlight=False, markup=False)
-
-
-def read_book(path: Path) -> WindowBook:
-    """The book of windows in a file. Raises InputError where there is none."""
-    try:
-        said = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"can't be read as a book of windows: {error}; write one with prefetcher tune", path=str(path)) from error
-    return WindowBook.from_json(said, str(path))
 
 
 def sampled(trace: Trace, most_models: int, seed: int) -> tuple[Trace, float]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from prefetcher.core.experts import EXPERTS, PERIOD_S, expert_policies
 from prefetcher.core.node import Hazard, Policy
-from prefetcher.core.segments import MOST_SEGMENTS, facts_of_rows, find_segments
+from prefetcher.core.segments import MOST_SEGMENTS, SORTED_S, facts_before, find_segments
 from prefetcher.core.tuner import CANDIDATES, Decision, TunerSettings, WindowTuner, book_of
 from prefetcher.core.types import Window
 from prefetcher.core.window_caches import COSTS, WindowCaches
@@ -27,9 +27,7 @@ __all__ = ["Day", "TuningWalk"]
 
 Floats = npt.NDArray[np.float64]
 
-_DAY_S = 86_400.0
-#: Facts of models are those of the last week.
-_FACTS_S = 7 * _DAY_S
+_DAY_S = SORTED_S
 #: Segments are found after a day: before, a daily cycle looks like two kinds of models.
 _FOUND_AFTER_S = _DAY_S
 
@@ -96,10 +94,7 @@ class TuningWalk:
 
     def facts(self, now_s: float) -> FactTable:
         """The facts of all models, by the rows of the last week before `now_s`."""
-        from_s = max(self._t0_s, now_s - _FACTS_S)
-        first, last = np.searchsorted(self._ts, (from_s, now_s))
-        days = max(now_s - from_s, PERIOD_S) / _DAY_S
-        return facts_of_rows(self._ts[first:last], self._model[first:last], self._size, days)
+        return facts_before(self._ts, self._model, self._size, self._t0_s, now_s)
 
     def take(self, block: RateBlock) -> None:
         """Goes through a block of rates, period by period."""
