@@ -20,6 +20,10 @@
 | `prefetcher:{controller}:idle-pins` | `controller.idle_pins.IdleRecord`: what is kept and earns less than it costs | controller | never |
 | `prefetcher:{controller}:by-hand` | list of `ByHand`, acts and switches by people; the last `BY_HAND_KEPT` | endpoint | by count |
 | `prefetcher:{controller}:schedules` | JSON object: name to `core.schedules.Schedule` of a batch job | endpoint | never |
+| `prefetcher:{controller}:experiment` | `controller.experiment.Experiment`: when a control group ran | controller | never |
+| `prefetcher:{controller}:windows` | `controller.windows.BooksRecord`: the windows in force, and before | endpoint, scheduler | never |
+| `prefetcher:{controller}:window-events` | list of `controller.windows.WindowEvent` | endpoint, scheduler | by count |
+| `prefetcher:{controller}:window-facts` | what models are sorted into segments by (`controller.windows`) | scheduler | never |
 | `prefetcher:{jobs}:known` | list of `batch.runs.JobAbout`: the jobs, when each is due, and its rules | scheduler | never |
 | `prefetcher:{jobs}:schedulers` | sorted set: scheduler, when it looked for work last | scheduler | never; read for 10 s |
 | `prefetcher:{job/J}:record` | `batch.runs.JobRecord` of job J: what runs, the last runs, what was due | scheduler | never |
@@ -38,6 +42,8 @@
 | `prefetcher:{node/N}:sums` | `report.sums.StoredLedger` of node N: what is held, which hours it told | agent | `SUMS_EXPIRE_S` after it |
 | `prefetcher:{node/N}:hour/H.P` | part P of hour H since 1970 of node N's ledger (`report.sums.encode_hour`) | agent | the same |
 | `prefetcher:{node/N}:shadow-hours` | `report.shadows.ShadowHours`: waits with prefetching off, as the shadow counts | controller | never |
+| `prefetcher:{node/N}:blocks` | list of `core.block_sums.BlockSum`: node N's hours of the experiment | agent | by count |
+| `prefetcher:{node/N}:shadow` | list of (hour, seconds): what its shadow waited in the same minutes | controller | by count |
 | `prefetcher:{node/N}:orders` | list of `OrderRecord`, one for each change; the last `ORDERS_KEPT` | agent | by count |
 | `prefetcher:{node/N}:ledger` | `agent.kept.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
 | `prefetcher:{node/N}:machine` | `agent.kept.MachineState` of node N, written together with its ledger and totals | agent | never |
