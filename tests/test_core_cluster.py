@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from prefetcher.core.experts import EXPERTS
 from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.errors import UsageError
 from prefetcher.replay.accounts import PolicyLogs, check_limits
@@ -19,6 +20,8 @@ from prefetcher.replay.tiers import Stack, parse_tiers, stack_of
 from prefetcher.replay.trace import Trace, read_trace
 
 GB = 10**9
+#: The first of them may have to compile.
+pytestmark = pytest.mark.timeout(900)
 ALL = ("remote", "disk", "host", "device")
 RIVALS = [
     "lru", "gdsf", "lfu:3600", "sieve", "lru-smith", "gdsf-smith", "lfu:3600-smith-bypass", "lhd", "ttl:600", "belady", "belady-size",
@@ -169,7 +172,7 @@ def test_ours_on_one_node_with_one_tier_is_todays(tmp_path: Path) -> None:
     trace = random_trace(tmp_path)
     room = 0.3 * float(trace.bytes_.sum())
     old = Simulation(trace, room).ours()
-    new = ClusterSimulation(trace, stack_of(("disk", "host"), host_bytes=room)).ours()
+    new = ClusterSimulation(trace, stack_of(("disk", "host"), host_bytes=room), experts=tuple(EXPERTS)).ours()
     for before, after in ((old.logs, new.logs), (old.shadow, new.shadow)):
         assert np.abs(np.subtract(waits(before), waits(after))).max() < 1e-9
     assert old.logs.orders["outcome"].to_pylist() == new.logs.orders["outcome"].to_pylist()

@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 
 from prefetcher.core.cluster import ClusterCaches, ClusterWorld, new_cluster_caches, new_cluster_log
 from prefetcher.core.cluster_run import finish_cluster, run_cluster
-from prefetcher.core.cluster_steps import settle_cluster
+from prefetcher.core.cluster_steps import advance_cluster, settle_cluster
+from prefetcher.core.compiled import is_compiled
 from prefetcher.core.demand import STANDARD_TAUS_S, new_demand
 from prefetcher.core.experts import EXPERTS, PERIOD_S, VARIANTS, expert_policies, without_prefetch
 from prefetcher.core.hedge import Hedge
@@ -35,17 +36,24 @@ from prefetcher.replay.run import Ours, Simulation
 from prefetcher.replay.tiers import MEMORY, Stack
 from prefetcher.replay.trace import Trace
 
-__all__ = ["ClusterSimulation"]
+__all__ = ["CLUSTER_EXPERTS", "ClusterSimulation", "compiled_for_tiers"]
 
+#: The experts that ours chooses among: each is a whole cluster. Those left out differ from one of these by a window or a decay.
+CLUSTER_EXPERTS = ("hazard-prefetch", "hazard", "hazard-mix-prefetch", "lhd", "mix", "lfu-1d")
 #: How placement weighs: seconds for which what a load displaces counts, and how often a second what is covered by another copy loses it.
 PLACE = (600.0, 1.0 / 3600.0)
+
+
+def compiled_for_tiers() -> bool:
+    """Whether the kernels of a cluster are compiled for this machine; else the first replay with tiers compiles them."""
+    return is_compiled(advance_cluster)
 
 
 class ClusterSimulation(Simulation):
     """One trace on nodes with tiers; otherwise as `Simulation`, and `capacity_bytes` is each node's host tier.
 
     `device_price` is what a GB held for an hour in the device tier is worth (seconds; as `price` unless given), `experts` name those that
-    ours chooses among (all unless given).
+    ours chooses among.
     """
 
     def __init__(
@@ -55,7 +63,7 @@ class ClusterSimulation(Simulation):
         *,
         nodes: int = 1,
         device_price: float | None = None,
-        experts: Sequence[str] = tuple(EXPERTS),
+        experts: Sequence[str] = CLUSTER_EXPERTS,
         place: tuple[float, float] = PLACE,
         load_s: npt.NDArray[np.float64] | None = None,
         **settings: Any,

@@ -19,6 +19,7 @@ from prefetcher.core.demand import new_demand
 from prefetcher.core.node import new_caches, new_event_log, no_hazard
 from prefetcher.core.node_run import run_rows
 from prefetcher.core.value import DEFAULT_PRICE_S_PER_GB_H
+from prefetcher.core.windows import WindowBook
 from prefetcher.errors import UsageError
 from prefetcher.progress import Progress, shown_progress
 from prefetcher.replay.accounts import PolicyLogs, totals, write_logs
@@ -35,6 +36,7 @@ from prefetcher.replay.terminal import hints_in_words, policies_table, scored_in
 from prefetcher.replay.tiers import DEFAULT_TIERS, parse_tiers, stack_of
 from prefetcher.replay.trace import Trace, read_trace
 from prefetcher.replay.verdict import Verdict
+from prefetcher.replay.windows import read_book
 
 __all__ = ["DEFAULT_HOLD_S", "FRONTIER_FACTORS", "Ours", "Simulation", "check_figures", "replay_command"]
 
@@ -65,7 +67,7 @@ class Simulation:
     """One trace on `nodes` nodes of `capacity_bytes` each. Runs policies by name.
 
     `blocks` are the hazard's rates for ours, if they are kept (`list(score_blocks(…))`); else they are computed as they are needed. `hints`
-    are told to ours.
+    are told to ours, and `windows` bound its prefetches.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Simulation:
         seed: int = 0,
         blocks: Sequence[RateBlock] | None = None,
         hints: HintLog | None = None,
+        windows: WindowBook | None = None,
         progress: Progress = _quiet,
     ) -> None:
         self.trace = trace
@@ -91,6 +94,7 @@ class Simulation:
         self.hold_s = hold_s
         self._blocks = blocks
         self._hints = hints
+        self._windows = windows
         self._warmup_ratio = warmup_ratio
         self._seed = seed
         self._progress = progress
@@ -126,6 +130,7 @@ class Simulation:
             hold_s=self.hold_s,
             prices=tuple(prices),
             hints=self._hints is not None,
+            windows=self._windows,
         )
         feed = None if self._hints is None else HintFeed(self.trace, self._hints, [part.node for part in self.parts])
         kept = self._blocks
@@ -201,6 +206,7 @@ def replay_command(
     tiers: str = ",".join(DEFAULT_TIERS),
     device_bytes: int | None = None,
     disk_bytes: int | None = None,
+    windows: Path | None = None,
 ) -> None:
     """Replays `log` and writes `out`; prints the verdict first. Raises UsageError and InputError."""
     from rich.console import Console
@@ -221,11 +227,14 @@ def replay_command(
     if with_tiers:
         if hints is not None:
             raise UsageError("--hints are told on one tier of memory only; leave out --hints, or --tiers")
+        if windows is not None:
+            raise UsageError("--windows bound prefetches into one tier of memory only; leave out --windows, or --tiers")
         for name in rivals:
             check_one_tier(name)
     check_capacity(capacity_ratio, host_bytes)
     check_figures(capacity_ratio, host_bytes, link_bytes_per_s, warmup_ratio, price)
     price = DEFAULT_PRICE_S_PER_GB_H if price is None else price
+    book = None if windows is None else read_book(windows)
     errors = Console(stderr=True)
     with shown_progress(errors, "reading the log") as progress:
         trace = read_trace(
@@ -245,13 +254,15 @@ def replay_command(
         simulation: Simulation
         about_tiers: dict[str, Any] = {}
         if with_tiers:
-            from prefetcher.replay.cluster import ClusterSimulation
+            from prefetcher.replay.cluster import ClusterSimulation, compiled_for_tiers
 
+            if not compiled_for_tiers():
+                errors.print("compiling what tiers need, once: about a minute", soft_wrap=True, highlight=False)
             there = stack(host_bytes=capacity)
             simulation = ClusterSimulation(trace, there, **settings)
             about_tiers = {"tiers": [there.below[0], *there.tiers], "tier_bytes": there.capacities(), "edges_bytes_per_s": there.rates()}
         else:
-            simulation = Simulation(trace, capacity, link_bytes_per_s=link_bytes_per_s, hints=told, **settings)
+            simulation = Simulation(trace, capacity, link_bytes_per_s=link_bytes_per_s, hints=told, windows=book, **settings)
         notes = capacity_notes(trace.bytes_, [part.world.model for part in simulation.parts], capacity, capacity_ratio)
         for note in notes:
             errors.print(f"note: {note}", soft_wrap=True, highlight=False)
@@ -269,7 +280,8 @@ def replay_command(
         progress(0.0, "writing logs and report")
         verdict = _write(out, trace, simulation, names, entries, logs, frontier, nodes=node_count,
                          link_bytes_per_s=link_bytes_per_s, seed=seed, notes=notes,
-                         warmup_ratio=warmup_ratio, tz=tz, **about_tiers, **about_hints)  # fmt: skip
+                         warmup_ratio=warmup_ratio, tz=tz, **about_tiers, **about_hints,
+                         **({} if book is None else {"windows": book.to_json()}))  # fmt: skip
     console = Console()
     hours = (trace.t1 - trace.scored_from_s(warmup_ratio)) / 3600.0
     for line in (verdict.line, verdict.why, scored_in_words(entries[names[0]]["requests"], len(trace), hours)):
