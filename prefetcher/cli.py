@@ -180,6 +180,7 @@ def replay(
     tiers: Annotated[str, typer.Option(help="Tiers of every node, as remote,disk,host,device.")] = "disk,host",
     device_bytes: Annotated[str | None, typer.Option(help="Capacity of each node's device tier; 80e9 unless given.")] = None,
     disk_bytes: Annotated[str | None, typer.Option(help="Capacity of each node's disk; without it, all is on disk.")] = None,
+    windows: Annotated[Path | None, typer.Option(help="Book of windows that bound ours, as prefetcher tune writes it.")] = None,
 ) -> None:
     """Replays a request log: what prefetching would have saved, and what it would have held."""
     from prefetcher.config import parse_bytes
@@ -220,6 +221,7 @@ def replay(
         strict=strict,
         hints=hints,
         tiers=tiers,
+        windows=windows,
         **sizes,
     )
 
