@@ -26,7 +26,7 @@ from prefetcher.replay.report_figures import (
     waits_figure,
     week_figure,
 )
-from prefetcher.replay.report_tiers import tiers_tables, unfit_in_words
+from prefetcher.replay.report_tiers import places_in_words, tiers_tables, unfit_in_words
 from prefetcher.replay.report_words import HOW_TO_READ
 from prefetcher.replay.trace import Trace
 from prefetcher.replay.verdict import Verdict, best_rival, judge, named, plain_number
@@ -157,6 +157,8 @@ def _lede(described: Mapping[str, Any], policies: Sequence[Mapping[str, Any]], h
     text = f"A simulation over {len(trace):,} requests for {len(trace.models):,} models; the last {span}{scored} are scored"
     if described.get("warmup_ratio"):
         text += f", after a warm-up of {described['warmup_ratio']:.0%}"
+    if "tiers" in described:
+        text += f", on {places_in_words(described['tiers'], described['nodes'])}"
     return text + ". No weights were moved to make this page."
 
 
