@@ -97,7 +97,7 @@ export function overTime(about, say) {
         step >= 86400 ? clock(tick, 0).slice(0, -9) : clock(tick, tick, false))),
       shapes,
       s("line", { class: "cursor", x1: at ? at.x : -9, x2: at ? at.x : -9, y1: TOP, y2: TOP + inner.h }))),
-    h("p", { class: "readout", "data-readout": key }, at ? at.text : about.hint || `${about.unit}; times in ${zoneName()}. Point at it, or use the arrow keys.`));
+    h("p", { class: "readout", "data-readout": key }, at ? at.text : `Times in ${zoneName()}. Point at it, or use the arrow keys, to read the figures.`));
 }
 
 function placesOf(bars, bands, say, x) {
@@ -164,14 +164,17 @@ export function pointable(root) {
 /** Waits on a scale from a millisecond to ten minutes, with the wait that is promised: marks = [{name, value}]. */
 export function waitScale(marks, limit, label) {
   const [least, most] = [Math.log(0.001), Math.log(600)];
-  const at = (value) => `${(100 * Math.min(1, Math.max(0, (Math.log(Math.max(value, 1e-9)) - least) / (most - least)))).toFixed(2)}%`;
+  const share = (value) => Math.min(1, Math.max(0, (Math.log(Math.max(value, 1e-9)) - least) / (most - least)));
+  const at = (value) => `${(100 * share(value)).toFixed(2)}%`;
+  // A label at either end reads inwards.
+  const side = (value) => (share(value) < 0.1 ? " first" : share(value) > 0.9 ? " last" : "");
   return h("div", { class: "scale", role: "img", "aria-label": label },
     h("div", { class: "track" },
       limit ? h("span", { class: "within", style: `width: ${at(limit)}` }) : null,
       marks.filter((mark) => mark.value !== null && mark.value !== undefined).map((mark, i) =>
-        h("span", { class: `point${limit && mark.value > limit ? " over" : ""}`, style: `left: ${at(mark.value)}` }, h("b", { class: i % 2 ? "below" : "" }, mark.name))),
+        h("span", { class: `point${limit && mark.value > limit ? " over" : ""}`, style: `left: ${at(mark.value)}` }, h("b", { class: `${i % 2 ? "below" : ""}${side(mark.value)}` }, mark.name))),
       limit ? h("span", { class: "promise", style: `left: ${at(limit)}` }) : null),
-    h("div", { class: "ticks" }, [0.001, 0.01, 0.1, 1, 10, 60, 600].map((tick) => h("span", { style: `left: ${at(tick)}` }, span(tick)))));
+    h("div", { class: "ticks" }, [0.001, 0.01, 0.1, 1, 10, 60, 600].map((tick) => h("span", { class: side(tick), style: `left: ${at(tick)}` }, span(tick)))));
 }
 
 /** Stages one after the other: [{name, mean, p90, note, count}], each from where the one before ends. */

@@ -36,6 +36,8 @@ _SETTLED = 10
 _KEPT_SHARE = 0.2
 #: A pin earns little when nobody used it for so long.
 _IDLE_PIN_S = 3_600.0
+#: Real seconds that the next forecasts may be late.
+_LATE_S = 5.0
 #: So much that is not learned or counted yet takes longer than a tick.
 _LAG_BYTES = 1 << 20
 _LAG_RECORDS = 10_000
@@ -105,7 +107,7 @@ def _gauge(gauge: Any) -> float:
 
 def _of_controllers(service: Service, view: View) -> Iterator[Finding]:
     told, now_s = view.forecasts, service.now_s
-    if view.reports and (told is None or now_s > told.until_s):
+    if view.reports and (told is None or now_s > told.until_s + _LATE_S * service.clock.speed):
         since = "" if told is None else f" since {span(now_s - told.at_s)}"
         detail = "nodes keep their last plan, and load what is asked for"
         then = "starts one where none runs; else its log says why it does not lead"

@@ -31,6 +31,8 @@ __all__ = ["SPANS_S", "told"]
 #: How far back one may look, each with the length of a bin, which is a horizon of the forecasts so that each bin has a forecast of its own.
 SPANS_S: dict[float, float] = {3_600.0: 120.0, 10_800.0: 600.0, 21_600.0: 900.0, 86_400.0: 3_600.0}
 _ORDERS = 12
+#: Real seconds that the next forecasts may be late: what is shown says as of when it is.
+_LATE_S = 5.0
 #: Orders that are looked through for one model's, of each node that knows it; and nodes that are looked at.
 _LOOKED_THROUGH = 2_000
 _NODES = 32
@@ -107,7 +109,7 @@ def _chances(service: Service, view: View, model: str, now_s: float, notes: list
                 "fallback": table.fallback,
             }
     ticked = view.forecasts
-    if ticked is not None and now_s <= ticked.until_s and model in ticked.models:
+    if ticked is not None and now_s <= ticked.until_s + _LATE_S * service.clock.speed and model in ticked.models:
         return {
             "at_s": ticked.at_s,
             "until_s": ticked.until_s,

@@ -127,7 +127,7 @@ export function make(page) {
         line.node, line.tier,
         line.state === "absent" ? h("span", {}, "not in memory", line.why_absent ? h("span", { class: "small" }, `: ${line.why_absent}`) : "")
           : h("span", {}, line.state === "ready" ? sign("good", "ready") : `${line.state} ${percent(line.bytes_done / Math.max(1, line.bytes))}`, line.pinned ? ", pinned" : "", line.leases ? `, open in ${count(line.leases, "program")}` : ""),
-        size(line.bytes), line.cause ? cause(line.cause) : "–", ago(line.last_use_s, told.now_s),
+        size(line.bytes), line.cause ? cause(line.cause) : "–", line.last_use_s === null || line.last_use_s === undefined ? "–" : ago(line.last_use_s, told.now_s),
       ],
     }));
     return h("section", { "data-key": "where", "aria-labelledby": "where-head" }, h("h3", { id: "where-head" }, "Where it is"),
@@ -215,7 +215,7 @@ export function make(page) {
         return {
           key: order.decision_id,
           cells: [
-            h("span", { title: moment(order.issued_s) }, clock(order.issued_s, told.now_s)), cause(order.cause),
+            h("span", { class: "time", title: moment(order.issued_s) }, clock(order.issued_s, told.now_s)), cause(order.cause),
             (order.contributions || []).length ? order.contributions.map(([name, share]) => `${name} ${number(share, 2)}`).join(", ") : "–",
             h("span", {}, sign(kind, words), h("span", { class: "small line" }, course(order, told.now_s))), order.node,
           ],

@@ -39,7 +39,7 @@ export function make(page) {
     const { total } = told;
     if (total.requests === 0 && total.prefetches === 0) return ["Nothing to judge yet", "no request in this range"];
     const [saved, how] = savedOf(total);
-    return [saved < 0 ? `${span(-saved)} more waiting` : `${span(saved)} of waiting saved`, `${how}; ${number(total.idle_gb_h)} GB·h idle, ${number(total.wasted_gb_h)} wasted`];
+    return [saved < 0 ? `${span(-saved)} more waiting` : `${span(saved)} of waiting saved`, `${number(total.idle_gb_h)} GB·h idle, ${number(total.wasted_gb_h)} wasted; ${how}`];
   }
 
   function view() {
