@@ -84,7 +84,7 @@ def test_ready_beats_moving_beats_placed_beats_the_rest(desk: Desk) -> None:
     tell(desk.state, node_report("node-5", [held("m1", "moving", 7 * GB)]), node_report("node-6", [held("m2")]))
     tell(desk.state, node_report("node-7", [held("m2", "moving", 13 * GB)]))
     desk.later()
-    assert desk.route("m1", "m2") == [Routed("m1", "node-5", "moving", 2.0), Routed("m2", "node-6", "ready", 0.0)]
+    assert desk.route("m1", "m2") == [Routed("m1", "node-5", "moving", 1.0), Routed("m2", "node-6", "ready", 0.0)]
 
 
 def test_a_placement_of_long_ago_counts_no_more(desk: Desk) -> None:
@@ -110,7 +110,21 @@ def test_a_burst_is_spread_over_the_idle_and_none_is_told_two_nodes(desk: Desk) 
     # The fifth waits behind one of them rather than behind ten seconds.
     fifth = desk.route("m4")[0]
     assert fifth.node in NODES[4:]
-    assert fifth.wait_s == 8.0
+    # The link had a second for the first one.
+    assert fifth.wait_s == 7.0
+
+
+def test_a_link_goes_on_while_reports_grow_old(desk: Desk) -> None:
+    first = desk.route(*MODELS[:8])
+    desk.later(3.0)
+    # All eight links have a second left; reports still show none of it.
+    ninth = desk.route("m8")[0]
+    assert ninth.wait_s == 5.0
+    assert {r.wait_s for r in desk.route(*MODELS[:8])} == {1.0}
+    desk.later(1.5)
+    # Done, as far as can be told.
+    assert {r.wait_s for r in desk.route(*(r.model for r in first if r.node != ninth.node))} == {0.0}
+    assert desk.route("m8")[0].wait_s == 3.5
 
 
 def test_several_models_in_one_call_are_decided_together(desk: Desk) -> None:

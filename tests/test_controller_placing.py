@@ -175,12 +175,16 @@ def test_a_report_as_a_site() -> None:
     site = site_of(whole, dict.fromkeys(MODELS, 4.0))
     assert site.at == {"m0": At.READY, "m1": At.MOVING, "m2": At.MOVING, "m3": At.MOVING}
     # Eight rows go before one.
-    assert site.ready_in_s == {"m1": 3.2, "m3": 7.0, "m2": 11.0}
+    assert site.ready_in_s == {"m1": 3.0, "m3": 7.0, "m2": 11.0}
     assert site.running_s == 3.0
     assert sorted(site.queue) == [(4.0, 1.0), (4.0, 8.0)]
     # What waits for the link will take its memory.
     assert site.free_bytes == 60 * GB
     assert site.evictable_bytes == 10 * GB
+    # Four seconds later the first is there and the second has three left.
+    later = site_of(whole, dict.fromkeys(MODELS, 4.0), age_s=4.0)
+    assert (later.running_s, later.queue) == (3.0, [(4.0, 1.0)])
+    assert later.ready_in_s == {"m1": 0.0, "m3": 3.0, "m2": 7.0}
     # A prefetch that runs yields to demand, and not to another prefetch.
     guess = msgspec.structs.replace(whole, queued=())
     assert site_of(guess, {}).running_s == 0.0

@@ -216,8 +216,8 @@ class RouteDesk:
         return next((entry.load_s for name, entry in known.able[model] if name == node), 0.0)
 
     def _decided(self, cold: Mapping[str, int], known: _Known, standing: Mapping[str, records.Intent]) -> dict[str, Placed]:
-        told = self._told[1]
-        if told is not None and self._clock.now_s() > told.until_s:
+        told, now_s = self._told[1], self._clock.now_s()
+        if told is not None and now_s > told.until_s:
             told = None
         load_s: dict[NodeName, dict[str, float]] = {}
         size: dict[str, float] = {}
@@ -228,15 +228,35 @@ class RouteDesk:
         sites = []
         for node, mine in load_s.items():
             report = known.view.reports[node]
-            coming = tuple(records.QueuedWeights(m, i.load_s, i.rows) for m, i in standing.items() if i.node == node)
+            told_s = sorted((intent.at_s, m, intent) for m, intent in standing.items() if intent.node == node)
+            age_s = min(max(0.0, now_s - report.at_s), records.REPORT_EXPIRES_S * self._clock.speed)
+            coming = _left(report, [(m, intent) for _, m, intent in told_s], now_s - age_s, now_s)
             # One that is both there and announced counts once.
-            queued = (*(q for q in report.queued if q.model not in {c.model for c in coming}), *coming)
-            site = site_of(msgspec.structs.replace(report, queued=queued), mine, None if told is None else told.rooms.get(node))
+            mine_too = {q.model for q in coming}
+            seen = msgspec.structs.replace(report, queued=tuple(q for q in report.queued if q.model not in mine_too))
+            room = None if told is None else told.rooms.get(node)
+            site = site_of(seen, mine, room, age_s=age_s, coming=coming)
             if told is not None:
                 at = {m: At.PLACED for m in mine if m not in site.at and told.homes.get(m) == node}
                 site = replace(site, at={**site.at, **at})
             sites.append(site)
         return place([Wanted(model, float(rows), size.get(model, 0.0)) for model, rows in cold.items()], sites)
+
+
+def _left(
+    report: records.NodeReport, intents: Sequence[tuple[str, records.Intent]], from_s: float, now_s: float
+) -> list[records.QueuedWeights]:
+    """The loads that `intents` (oldest first) sent to a node, as they stood at `from_s`, the time of its report: one that the link had time
+    for since it was sent is counted as long as it still runs."""
+    free_s = from_s + sum(q.left_s for q in report.queued)
+    found = []
+    for model, intent in intents:
+        begins_s = max(free_s, intent.at_s)
+        # Idle time of the link before it was sent is no time that it had for it.
+        idle_s = max(0.0, begins_s - free_s)
+        free_s = begins_s + intent.load_s
+        found.append(records.QueuedWeights(model, intent.load_s + min(idle_s, now_s - from_s), intent.rows))
+    return found
 
 
 def _read_intents(raw: bytes | None) -> records.Intents:

@@ -50,41 +50,62 @@ def room_of(report: records.NodeReport, index: Mapping[str, float], hold_s: floa
 
 
 def site_of(
-    report: records.NodeReport, load_s: Mapping[str, float], room: records.NodeRoom | None = None, *, guesses: bool = False
+    report: records.NodeReport,
+    load_s: Mapping[str, float],
+    room: records.NodeRoom | None = None,
+    *,
+    age_s: float = 0.0,
+    coming: Sequence[records.QueuedWeights] = (),
+    guesses: bool = False,
 ) -> Site:
-    """A node as placement sees it, of its report; the models of `load_s` can be loaded there. Without a `room`, what is there and may leave
-    does, for nothing. `guesses`: what is wanted is no demand, so a prefetch that runs does not yield to it."""
+    """A node as placement sees it, of a report that is `age_s` old; the models of `load_s` can be loaded there.
+
+    Without a `room`, what is there and may leave does, for nothing. `coming`: loads that were sent there since, in order. `guesses`: what
+    is wanted is no demand, so a prefetch that runs does not yield to it.
+    """
     link = max(1.0, report.link_bytes_per_s)
-    at = {q.model: At.MOVING for q in report.queued if q.moving}
-    ready_in_s = {q.model: q.left_s for q in report.queued if q.moving}
-    running_s = max(ready_in_s.values(), default=0.0)
+    at: dict[str, At] = {}
+    ready_in_s: dict[str, float] = {}
+    moving_s = {q.model: q.left_s for q in report.queued if q.moving}
+    guessed_s = 0.0
     for held in report.held:
         if held.state == "ready":
             at[held.model] = At.READY
-        elif held.state in MOVING_STATES and at.get(held.model) is not At.READY:
-            at[held.model] = At.MOVING
-            ready_in_s[held.model] = max(0, held.bytes - held.bytes_done) / link
+        elif held.state in MOVING_STATES:
+            at.setdefault(held.model, At.MOVING)
+            ready_in_s[held.model] = left_s = max(0.0, max(0, held.bytes - held.bytes_done) / link - age_s)
             if guesses and held.state == "moving":
-                running_s = max(running_s, ready_in_s[held.model])
-    queue = [q for q in report.queued if not q.moving]
+                guessed_s = max(guessed_s, left_s)
+    for model, left_s in moving_s.items():
+        if at.get(model) is not At.READY:
+            at[model], ready_in_s[model] = At.MOVING, max(0.0, left_s - age_s)
+    # What waits, in Smith's order, and then what came since; the link went on with it for as long as the report is old.
+    queue = [*sorted((q for q in report.queued if not q.moving), key=lambda q: (q.left_s / max(q.rows, 1), q.model)), *coming]
+    before_s = max(moving_s.values(), default=0.0) - age_s
+    waiting: list[tuple[float, float]] = []
+    running_s = max(0.0, before_s)
+    for q in queue:
+        left_s = q.left_s if before_s >= 0.0 else max(0.0, q.left_s + before_s)
+        before_s += q.left_s
+        if at.get(q.model) is not At.READY:
+            at[q.model], ready_in_s[q.model] = At.MOVING, max(0.0, before_s)
+        if left_s >= q.left_s:
+            waiting.append((left_s, float(q.rows)))
+        else:
+            running_s += left_s
     free = float(report.memory.budget_bytes - report.memory.taken_bytes)
     if queue:
         # What waits for the link takes its memory when its turn comes.
         waits = {q.model for q in queue} - {held.model for held in report.held}
         free -= sum(known.bytes for known in report.known if known.model in waits)
-    before_s = running_s
-    for q in sorted(queue, key=lambda q: (q.left_s / max(q.rows, 1), q.model)):
-        before_s += q.left_s
-        if at.get(q.model) is not At.READY:
-            at[q.model], ready_in_s[q.model] = At.MOVING, before_s
     evictable = float(sum(h.bytes for h in report.held if h.state == "ready" and not h.leases and not h.pinned))
     return Site(
         node=report.node,
         load_s=load_s,
         at=at,
         ready_in_s=ready_in_s,
-        running_s=running_s,
-        queue=[(q.left_s, float(q.rows)) for q in queue],
+        running_s=max(running_s, guessed_s),
+        queue=waiting,
         free_bytes=free,
         evictable_bytes=evictable if room is None else min(evictable, room.evictable_bytes),
         displaced_s_per_byte=0.0 if room is None else room.displaced_s_per_byte,

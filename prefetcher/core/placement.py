@@ -4,8 +4,8 @@ The cost of a load on a node is what it adds to everybody's waiting there, in se
 before it and for the load itself, those whose turn comes after it wait for it, and what its memory displaces would have saved its own.
 Links serve demand in Smith's order (`core.planner`), so a load waits for what is denser (rows per second of load) and holds up what is
 not. Ready beats moving, moving beats placed, and none of them is loaded again. No load of a burst queues behind another while the link of
-a node is idle on which it would be ready no later. Covers neither whether a model is worth loading at all (`controller.planning`), nor a
-second copy (`core.routing_shares`).
+a node is idle, unless the load alone takes far longer there. Covers neither whether a model is worth loading at all
+(`controller.planning`), nor a second copy (`core.routing_shares`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ Flags = npt.NDArray[np.bool_]
 #: report is a second old, and a link that looks busy for one is no reason.
 _MOVES_AT = 0.5
 _MOVES_S = 2.0
+#: A load queues beside an idle link only where that has it ready in less than this share of the time, and so many seconds sooner: speeds
+#: are measured, and on a link that is shared they differ from load to load.
+_QUEUES_AT = 0.5
+_QUEUES_S = 2.0
 #: Costs that differ by less count as equal, and hashing decides: a model stays where it was last.
 _SAME_RATIO = 0.05
 _SAME_S = 0.05
@@ -158,10 +162,23 @@ def _is_idle(burst: Burst, work: _Work, n: int) -> bool:
 
 
 @kernel_part
+def _is_far_sooner(queued_s: float, idle_s: float) -> bool:
+    """Whether waiting in a queue is so much shorter than an idle link's load that it is worth it."""
+    return queued_s < _QUEUES_AT * idle_s and queued_s < idle_s - _QUEUES_S
+
+
+@kernel_part
+def _may_go(burst: Burst, work: _Work, w: int, n: int, some_fit: bool, idle: Flags, idle_wait: float) -> bool:
+    if burst.at[w, n] == UNKNOWN or (some_fit and not work.fits[w, n]):
+        return False
+    return bool(idle[n] or _is_far_sooner(work.wait[w, n], idle_wait))
+
+
+@kernel_part
 def _best_node(burst: Burst, work: _Work, w: int, idle: Flags) -> tuple[int, float]:
     """The node for `w`, and what it would cost more without it; −1 where none can load it.
 
-    Where it fits nowhere, the one that serves it soonest without caching it. No busy one while it is ready no later on an idle one.
+    Where it fits nowhere, the one that serves it soonest without caching it. No busy one while another is idle, unless that is far slower.
     """
     nodes = len(burst.running_s)
     some_fit = False
@@ -185,13 +202,6 @@ def _best_node(burst: Burst, work: _Work, w: int, idle: Flags) -> tuple[int, flo
         if preferred and _may_go(burst, work, w, n, some_fit, idle, idle_wait) and work.cost[w, n] <= same:
             best = n
     return best, second - least if second < np.inf else np.inf
-
-
-@kernel_part
-def _may_go(burst: Burst, work: _Work, w: int, n: int, some_fit: bool, idle: Flags, idle_wait: float) -> bool:
-    if burst.at[w, n] == UNKNOWN or (some_fit and not work.fits[w, n]):
-        return False
-    return bool(idle[n] or work.wait[w, n] < idle_wait)
 
 
 @kernel_part
@@ -235,6 +245,32 @@ def _densest_s(burst: Burst, w: int) -> float:
         if burst.at[w, n] != UNKNOWN:
             least = min(least, burst.load_s[w, n])
     return float(burst.rows[w] / least)
+
+
+@kernel_part
+def _improve(burst: Burst, work: _Work, loose: Flags, idle: Flags) -> None:
+    """Puts single loads elsewhere as long as that gains, or one queues beside an idle link; in place."""
+    models, nodes = burst.load_s.shape
+    for _ in range(_ROUNDS):
+        changed = False
+        for w in range(models):
+            if not loose[w]:
+                continue
+            here, had_memory = work.loading[w], work.cached[w]
+            _take_back(burst, work, w)
+            idle[here] = _is_idle(burst, work, here)
+            for n in range(nodes):
+                _look(burst, work, w, n)
+            n, _ = _best_node(burst, work, w, idle)
+            gains = work.cost[w, n] + _SAME_RATIO * work.cost[w, here] + _SAME_S * burst.rows[w] < work.cost[w, here]
+            queues = idle[n] and not idle[here] and not _is_far_sooner(work.wait[w, here], work.wait[w, n])
+            if work.fits[w, n] == had_memory and not gains and not queues:
+                n = here
+            changed = changed or n != here
+            _put(burst, work, w, n)
+            idle[n] = False
+        if not changed:
+            break
 
 
 @kernel
@@ -305,32 +341,6 @@ def place_together(burst: Burst) -> tuple[Ints, Flags, Floats]:
             wait[w] = work.wait[w, there[w]]
     # By its own name: the arrays live as long as it does, whatever refers to it.
     return there, fresh.cached, wait
-
-
-@kernel_part
-def _improve(burst: Burst, work: _Work, loose: Flags, idle: Flags) -> None:
-    """Puts single loads elsewhere as long as that gains, or one queues beside an idle link; in place."""
-    models, nodes = burst.load_s.shape
-    for _ in range(_ROUNDS):
-        changed = False
-        for w in range(models):
-            if not loose[w]:
-                continue
-            here, had_memory = work.loading[w], work.cached[w]
-            _take_back(burst, work, w)
-            idle[here] = _is_idle(burst, work, here)
-            for n in range(nodes):
-                _look(burst, work, w, n)
-            n, _ = _best_node(burst, work, w, idle)
-            gains = work.cost[w, n] + _SAME_RATIO * work.cost[w, here] + _SAME_S * burst.rows[w] < work.cost[w, here]
-            queues = idle[n] and not idle[here] and work.wait[w, n] <= work.wait[w, here]
-            if work.fits[w, n] == had_memory and not gains and not queues:
-                n = here
-            changed = changed or n != here
-            _put(burst, work, w, n)
-            idle[n] = False
-        if not changed:
-            break
 
 
 @dataclass(frozen=True, slots=True)
