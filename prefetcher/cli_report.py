@@ -24,17 +24,13 @@ def add_report_command(app: typer.Typer) -> None:
         by: Annotated[str | None, typer.Option(help=f"Break down by one of {', '.join(BY)}.")] = None,
         most: Annotated[int, typer.Option(help="Most lines of the breakdown.", min=1)] = 20,
         json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-        parquet: Annotated[
-            Path | None, typer.Option(help="Folder to write totals.parquet and orders.parquet to.")
-        ] = None,
+        parquet: Annotated[Path | None, typer.Option(help="Folder to write totals.parquet and orders.parquet to.")] = None,
         rebuild: Annotated[bool, typer.Option("--rebuild", help="Add up the outcomes topic alone; asks no endpoint.")] = False,
         url: Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Address of a running `prefetcher up`.")] = _DEFAULT_URL,
         config: Annotated[
             Path | None, typer.Option("--config", envvar="PREFETCHER_CONFIG", help="TOML file of settings, for --rebuild.")
         ] = None,
-        state_dir: Annotated[
-            Path | None, typer.Option(help="Folder of the streams, for --rebuild where there is no broker.")
-        ] = None,
+        state_dir: Annotated[Path | None, typer.Option(help="Folder of the streams, for --rebuild where there is no broker.")] = None,
     ) -> None:
         """Says what was waited, held, earned and wasted, by all nodes together, and whether first requests were quick enough."""
         from prefetcher.report import command

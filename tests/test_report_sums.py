@@ -19,7 +19,7 @@ from prefetcher.core.ledger import FIRST_GAP_S, Ledger
 from prefetcher.core.totals import HOUR_S, Totals, TotalsKey, sum_totals
 from prefetcher.core.types import Arm, Cause, DecisionId, ModelName, ModelVersion, NodeName, Order, Tier, WeightsKey
 from prefetcher.report.build import Besides, Question, build_report
-from prefetcher.report.sums import LedgerPart, NodeSums, StoredLedger, decode_hour, encode_hour, row_of
+from prefetcher.report.sums import LedgerPart, NodeSums, StoredLedger, decode_hour, encode_hour
 from prefetcher.report.tables import orders_table, read_sums, sums_table
 
 NODE = NodeName("n")
@@ -366,4 +366,4 @@ def test_a_window_leaves_out_other_hours_and_keeps_its_own_memory() -> None:
     report = build_report([node], Question(T0 + 2 * HOUR_S, T0 + HOUR_S, "hour"))
     assert (report.total.held_gb_h, report.total.idle_gb_h) == (1.0, 1.0)
     assert [group.name for group in report.groups] == [str(int(T0 + HOUR_S))]
-    assert row_of(next(iter(node.by_key())))[3] == 490_000
+    assert next(iter(node.by_key())).hour == 490_000

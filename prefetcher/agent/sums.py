@@ -15,7 +15,7 @@ from prefetcher.controller import records
 from prefetcher.core.held import HeldEntry
 from prefetcher.core.ledger import Ledger, Sum
 from prefetcher.core.types import NodeName
-from prefetcher.report.sums import HourPart, LedgerPart, StoredLedger, encode_hour, row_of
+from prefetcher.report.sums import HourPart, LedgerPart, StoredLedger, encode_hour
 
 __all__ = ["HOURS_KEPT", "SumsState", "ToTell", "Told"]
 
@@ -84,7 +84,7 @@ class Told:
             return None
         self._at_s = real_s
         whole = self._held is None
-        rows = [(each.part, row_of(each.key), each.totals) for each in sums]
+        rows = [(each.part, each.key, each.totals) for each in sums]
         parts = [LedgerPart(now_s, self.since_s, rows[:_AT_ONCE], changed, [] if whole else gone, whole, new_slots)]
         parts += [LedgerPart(now_s, self.since_s, rows[i : i + _AT_ONCE]) for i in range(_AT_ONCE, len(rows), _AT_ONCE)]
         this = int(now_s // _HOUR_S)

@@ -8,7 +8,6 @@ leave. Covers no totals (`core.ledger`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import msgspec
 
@@ -79,7 +78,7 @@ def by_hour(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
 def add_memory(add: Callable[..., None], key: TotalsKey, what: str, start_s: float, end_s: float, size_bytes: int) -> None:
     """Tells `add(key, what=byte-seconds)` of each hour that [start_s, end_s) lies in; `key` names everything but the hour."""
     for hour, seconds in by_hour(start_s, end_s):
-        add(replace(key, hour=hour), **{what: size_bytes * seconds})
+        add(key._replace(hour=hour), **{what: size_bytes * seconds})
 
 
 def provisional(held: Iterable[HeldEntry], at_s: float) -> dict[TotalsKey, Totals]:

@@ -446,7 +446,7 @@ class Ledger:
     def restore(self, snapshot: dict[str, Any]) -> None:
         """Goes on from a snapshot, also of an older format. Raises InputError when it is none."""
         try:
-            state = msgspec.convert(snapshot, _State, str_keys=True)
+            state = msgspec.convert(_with_keys_as_rows(snapshot), _State, str_keys=True)
         except msgspec.ValidationError as exc:
             raise InputError(f"not a snapshot of a ledger: {exc}; remove it to start empty") from exc
         if not 1 <= state.format <= _FORMAT:
@@ -474,6 +474,17 @@ class Ledger:
 
 def _key(model: ModelName, cause: Cause, arm: Arm, at_s: float) -> TotalsKey:
     return TotalsKey(model, cause, arm, int(at_s // HOUR_S))
+
+
+def _with_keys_as_rows(snapshot: Any) -> Any:
+    """A snapshot of the first format with its keys as later ones have them."""
+    if not isinstance(snapshot, dict) or snapshot.get("format") != 1:
+        return snapshot
+    try:
+        hours = [[[list(key.values()), totals] for key, totals in hour] for hour in snapshot["hours"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise InputError(f"not a snapshot of a ledger: its hours can't be read ({exc}); remove it to start empty") from exc
+    return snapshot | {"hours": hours}
 
 
 def _behind(order: Order) -> _Behind:

@@ -6,8 +6,8 @@ Covers no facts (`core.ledger`) and nothing of how sums are told or shown. Sizes
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,8 +21,7 @@ HOUR_S = 3600.0
 _UNJUDGED = (Outcome.OPEN, Outcome.SUPERSEDED, Outcome.CANCELLED)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TotalsKey:
+class TotalsKey(NamedTuple):
     """Orders count in the hour (since 1970) of their issue, rows in that of their arrival, transfers in that of their end, memory in each
     hour that it was held in.
 
@@ -104,9 +103,23 @@ def add_amounts(totals: Totals, amounts: Mapping[str, Any]) -> None:
             setattr(totals, name, getattr(totals, name) + amount)
 
 
+_COUNTS = tuple(name for name in Totals.__struct_fields__ if isinstance(getattr(Totals(), name), dict))
+_NUMBERS = tuple(name for name in Totals.__struct_fields__ if name not in _COUNTS)
+_counts_of, _numbers_of = attrgetter(*_COUNTS), attrgetter(*_NUMBERS)
+
+
 def sum_totals(parts: Iterable[Totals]) -> Totals:
-    """One `Totals` over many."""
+    """One `Totals` over many, which are added in their order."""
+    several = list(parts)
+    if not several:
+        return Totals()
     total = Totals()
-    for part in parts:
-        add_amounts(total, {name: getattr(part, name) for name in Totals.__struct_fields__})
+    for name, numbers in zip(_NUMBERS, zip(*map(_numbers_of, several), strict=True), strict=True):
+        setattr(total, name, sum(numbers))
+    counts = _counts_of(total)
+    for part in several:
+        for mine, more in zip(counts, _counts_of(part), strict=True):
+            if more:
+                for key, count in more.items():
+                    mine[key] = mine.get(key, 0) + count
     return total

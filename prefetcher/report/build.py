@@ -103,7 +103,8 @@ def figures_of(sums: Iterable[tuple[TotalsKey, Totals]], shadow: ShadowSum | Non
     """The figures of some sums together. What people loaded by hand counts as memory and as no prefetch."""
     pairs = list(sums)
     everything = sum_totals(totals for _, totals in pairs)
-    guessed = sum_totals(totals for key, totals in pairs if key.cause is not Cause.MANUAL)
+    # Orders have a tier, requests none.
+    guessed = sum_totals(totals for key, totals in pairs if key.tier and key.cause is not Cause.MANUAL)
     found, outcomes = everything.found, guessed.outcomes
     settled = sum(outcomes.values())
     counts = {outcome.value: outcomes.get(outcome, 0) for outcome in Outcome}

@@ -11,10 +11,9 @@ from urllib.parse import urlencode
 import msgspec
 
 from prefetcher.config import Settings
-from prefetcher.core.totals import Totals
+from prefetcher.core.totals import Totals, TotalsKey
 from prefetcher.errors import PrefetcherError, UnavailableError, UsageError, shortened
 from prefetcher.report.messages import BY, Report
-from prefetcher.report.sums import KeyRow, key_of
 from prefetcher.report.tables import Cell, orders_table, sums_table, write_table
 from prefetcher.report.terminal import shown
 
@@ -38,7 +37,7 @@ class Asked:
 
 class _Row(msgspec.Struct):
     node: str
-    key: KeyRow
+    key: TotalsKey
     totals: Totals
 
 
@@ -62,7 +61,7 @@ def asked_of(url: str, asked: Asked) -> str:
     if asked.parquet is not None:
         rows = msgspec.convert(client.get(url, f"/v1/report/sums?{urlencode(window)}"), list[_Row], str_keys=True)
         orders = client.get(url, f"/v1/orders?{urlencode({'count': _MOST_ORDERS, 'node': '*'})}")
-        written = _write(asked.parquet, {(row.node, 0, key_of(row.key)): row.totals for row in rows}, _in_window(orders, report))
+        written = _write(asked.parquet, {(row.node, 0, row.key): row.totals for row in rows}, _in_window(orders, report))
     return _said(report, asked, written)
 
 

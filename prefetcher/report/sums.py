@@ -10,30 +10,20 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import msgspec
 
 from prefetcher.core.held import HeldEntry, provisional
 from prefetcher.core.totals import Totals, TotalsKey, sum_totals
-from prefetcher.core.types import Arm, Cause, ModelName
 
-__all__ = ["FORMAT", "HourPart", "LedgerPart", "NodeSums", "StoredLedger", "decode_hour", "encode_hour", "key_of", "row_of"]
+__all__ = ["FORMAT", "HourPart", "LedgerPart", "NodeSums", "StoredLedger", "decode_hour", "encode_hour"]
 
 #: Of parts and of records; a reader takes every format up to its own.
 FORMAT = 1
-#: A key as it is written: model, cause, arm, hour, tier, predictor, source, tenant.
-KeyRow = tuple[ModelName, Cause, Arm, int, str, str, str, str]
 #: An hour since 1970, and which part of it.
 HourPart = tuple[int, int]
 Place = tuple[str, str, str]
-
-
-def row_of(key: TotalsKey) -> KeyRow:
-    return key.model, key.cause, key.arm, key.hour, key.tier, key.predictor, key.source, key.tenant
-
-
-def key_of(row: KeyRow) -> TotalsKey:
-    return TotalsKey(*row)
 
 
 class LedgerPart(msgspec.Struct, omit_defaults=True):
@@ -46,7 +36,7 @@ class LedgerPart(msgspec.Struct, omit_defaults=True):
 
     at_s: float
     since_s: float
-    sums: list[tuple[int, KeyRow, Totals]] = []
+    sums: list[tuple[int, TotalsKey, Totals]] = []
     held: list[HeldEntry] = []
     gone: list[Place] = []
     whole: bool = False
@@ -67,14 +57,15 @@ class StoredLedger(msgspec.Struct, omit_defaults=True):
     format: int = FORMAT
 
 
-_hours = msgspec.json.Decoder(list[tuple[KeyRow, Totals]])
+_first = itemgetter(0)
+_hours = msgspec.json.Decoder(list[tuple[TotalsKey, Totals]])
 #: No hour of a node is larger; what is was made to be.
 _MOST_BYTES = 256_000_000
 
 
 def encode_hour(sums: Iterable[tuple[TotalsKey, Totals]]) -> bytes:
     """All sums of a part of an hour, packed."""
-    return zlib.compress(msgspec.json.encode([(row_of(key), totals) for key, totals in sums]), 1)
+    return zlib.compress(msgspec.json.encode(list(sums)), 1)
 
 
 def decode_hour(raw: bytes) -> list[tuple[TotalsKey, Totals]]:
@@ -84,7 +75,7 @@ def decode_hour(raw: bytes) -> list[tuple[TotalsKey, Totals]]:
         text = unpacker.decompress(raw, _MOST_BYTES)
         if not unpacker.eof:
             raise ValueError("an hour of a ledger that is cut off, or too large")
-        return [(key_of(row), totals) for row, totals in _hours.decode(text)]
+        return _hours.decode(text)
     except (zlib.error, RecursionError) as exc:
         raise ValueError(f"no hour of a ledger: {exc}") from exc
 
@@ -115,10 +106,9 @@ class NodeSums:
         if seq > self.seq:
             self.seq, self.at_s = seq, part.at_s
         self.since_s = min(self.since_s, part.since_s)
-        for number, row, totals in part.sums:
-            key = (number, key_of(row))
-            if seq >= self._sum_seq.get(key, seq):
-                self.sums[key], self._sum_seq[key] = totals, seq
+        for number, key, totals in part.sums:
+            if seq >= self._sum_seq.get((number, key), seq):
+                self.sums[number, key], self._sum_seq[number, key] = totals, seq
         if part.whole:
             self._whole_seq = max(self._whole_seq, seq)
             for place in [place for place, of in self._held_seq.items() if of < seq]:
@@ -138,13 +128,14 @@ class NodeSums:
         """Sums by key, parts of an hour added up and what is held added, for `hours` (None: all). In the order of keys, so that the same
         parts always make the same figures."""
         parts: dict[TotalsKey, list[Totals]] = {}
-        for (_, key), totals in sorted(self.sums.items(), key=lambda item: (item[0][1], item[0][0])):
+        for (_, key), totals in sorted(self.sums.items(), key=_first):
             if hours is None or key.hour in hours:
                 parts.setdefault(key, []).append(totals)
-        for key, totals in sorted(provisional(self.held.values(), self.at_s).items(), key=lambda item: item[0]):
+        held = sorted(self.held.values(), key=lambda entry: entry.place)
+        for key, totals in provisional(held, self.at_s).items():
             if hours is None or key.hour in hours:
                 parts.setdefault(key, []).append(totals)
-        return {key: sum_totals(parts[key]) for key in sorted(parts)}
+        return {key: found[0] if len(found) == 1 else sum_totals(found) for key, found in sorted(parts.items(), key=_first)}
 
     @classmethod
     def stored(cls, node: str, ledger: StoredLedger, hours: Mapping[HourPart, Iterable[tuple[TotalsKey, Totals]]]) -> NodeSums:
