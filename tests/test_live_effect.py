@@ -31,8 +31,10 @@ def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 def test_hours_of_a_running_node_become_what_shadow_caches_say_and_no_more(server: EmbeddedServer, tmp_path: Path) -> None:
     (tmp_path / "up").mkdir()
-    clock = {"PREFETCHER_CLOCK__SPEED": str(SPEED), "PREFETCHER_CLOCK__ORIGIN_S": str(MIDNIGHT_S)}
-    with running(tmp_path / "up", PREFETCHER_STATE__URL=server.url, **clock) as up:
+    speed, origin_s = str(SPEED), str(MIDNIGHT_S)
+    with running(
+        tmp_path / "up", PREFETCHER_STATE__URL=server.url, PREFETCHER_CLOCK__SPEED=speed, PREFETCHER_CLOCK__ORIGIN_S=origin_s
+    ) as up:
         state = RedisState(server.url)
 
         def ask_on() -> bool:
