@@ -1,5 +1,6 @@
-// The page: five questions as tabs that carry their short answers, one of them open below; what is chosen is in the address, so that a view
-// can be shared. Figures come by server-sent events and short questions; nothing is loaded from elsewhere. Covers no panel (one module each).
+// The page: five questions as tabs that carry their short answers, one of them open below; what is chosen is in the address, so that a
+// view can be shared. Figures come by server-sent events and short questions; nothing is loaded from elsewhere. Covers no panel: each has
+// a module of its own.
 
 import { pointable } from "./charts.js";
 import { fill, h, sign } from "./dom.js";
@@ -15,8 +16,12 @@ const PANELS = { worth, now, why, wrong, jobs };
 const QUESTIONS = {
   worth: "Is it worth it?", now: "What is happening now?", why: "Why?", wrong: "What is wrong?", jobs: "Jobs and schedules",
 };
-const RANGES = { "1h": ["1 hour", 3600], "6h": ["6 hours", 21600], "24h": ["24 hours", 86400], "7d": ["7 days", 604800], "30d": ["30 days", 2592000], all: ["all time", null] };
-const DEFAULTS = { tab: "worth", range: "24h", zone: "local", model: "", span: "10800", nodes: "", state: "all", sort: "worst", page: "0", find: "" };
+const RANGES = {
+  "1h": ["1 hour", 3600], "6h": ["6 hours", 21600], "24h": ["24 hours", 86400], "7d": ["7 days", 604800], "30d": ["30 days", 2592000],
+  all: ["all time", null],
+};
+const DEFAULTS = { tab: "worth", range: "24h", zone: "local", model: "", span: "10800", nodes: "", state: "all", sort: "worst", page: "0",
+  find: "" };
 /** Between two refreshes of a panel while things keep changing, and without any change. */
 const SOONEST_MS = 2500;
 const LATEST_MS = 15000;
@@ -174,13 +179,15 @@ function answers() {
       : [told.moving ? `${count(told.moving, "load")} under way` : "Nothing loads",
         `${count(nodes.reporting, "node")}${nodes.away_in_all ? `, ${nodes.away_in_all} away` : ""}; ` +
         `${percent(told.memory.taken_bytes / Math.max(1, told.memory.budget_bytes))} of ${size(told.memory.budget_bytes)} taken${waiting}`],
-    why: chosen.model ? [chosen.model, "requests, forecast, orders"] : ["Look a model up", `${whole(models.ready)} of ${count(models.known, "model")} in memory`],
+    why: chosen.model ? [chosen.model, "requests, forecast, orders"]
+      : ["Look a model up", `${whole(models.ready)} of ${count(models.known, "model")} in memory`],
     wrong: findings.in_all
       ? [found.join(", ") || count(findings.in_all, "note"), findings.first]
       : ["Nothing", "no fault, no warning"],
     jobs: work.known === 0
       ? ["No scheduler", "none ever looked for work"]
-      : [work.failed.length ? `${work.failed.join(", ")} failed` : work.running.length ? `${work.running.join(", ")} runs` : "All went well",
+      : [work.failed.length ? `${work.failed.join(", ")} failed` : work.running.length ? `${work.running.join(", ")} runs`
+        : "All went well",
         work.next ? `next: ${work.next.name} ${ago(work.next.at_s, work.now_s)}` : ""],
   };
 }
@@ -229,10 +236,12 @@ function drawLink() {
   const mode = $("mode");
   const age = (performance.now() - heardAt) / 1000;
   if (overview) {
-    const words = { on: ["good", "prefetching"], observe: ["note", "observing: nothing is loaded ahead"], off: ["warn", "off: demand loading only"] };
+    const words = { on: ["good", "prefetching"], observe: ["note", "observing: nothing is loaded ahead"],
+      off: ["warn", "off: demand loading only"] };
     fill(mode, sign(...words[overview.mode]));
   }
-  if (link.kind === "open" && overview && !storeAway) fill(live, sign("good", "live"), h("span", { class: "small", "aria-hidden": "true" }, ` as of ${clock(overview.now_s, overview.now_s)}`));
+  if (link.kind === "open" && overview && !storeAway) fill(live, sign("good", "live"),
+    h("span", { class: "small", "aria-hidden": "true" }, ` as of ${clock(overview.now_s, overview.now_s)}`));
   else if (link.kind === "connecting" || (link.kind === "open" && !overview && !storeAway)) fill(live, "Connecting…");
   else fill(live, sign("bad", "not live"), overview ? h("span", { class: "small", "aria-hidden": "true" }, ` ${span(age)} old`) : null);
   $("forget-key").hidden = !hasKey();
@@ -249,11 +258,13 @@ function drawNotice(age) {
   else if (wasAway) text = `The connection is lost: ${link.why}. It is tried again every few seconds. `;
   else if (link.kind === "open" && overview && overview.nodes.reporting === 0 && overview.nodes.away_in_all) {
     const [first] = overview.nodes.away;
-    text = `No node reports. ${first.node} was heard of last ${span(first.silent_s)} to ${span(first.at_most_s)} ago; look after its agent. `;
+    const between = `${span(first.silent_s)} to ${span(first.at_most_s)}`;
+    text = `No node reports. ${first.node} was heard of last ${between} ago; look after its agent. `;
   }
   notice.hidden = text === "";
   if (!text) return;
-  const old = overview && (wasAway || storeAway) ? `What is shown is as of ${clock(overview.now_s, overview.now_s)}, ${span(age)} ago. ` : "";
+  const old = overview && (wasAway || storeAway) ? `What is shown is as of ${clock(overview.now_s, overview.now_s)}, ${span(age)} ago. `
+    : "";
   // Said once, not every second: the age stands in a part that is not read out.
   fill(notice, h("span", {}, text), old ? h("span", { "aria-hidden": "true" }, old) : null,
     wasAway ? h("button", { type: "button", id: "reconnect" }, "Try now") : null);
@@ -338,7 +349,8 @@ $("forget-key").addEventListener("click", () => {
 });
 
 fill($("range"), Object.entries(RANGES).map(([name, [words]]) => h("option", { value: name }, name === "all" ? words : `last ${words}`)));
-fill($("zone"), h("option", { value: "local" }, Intl.DateTimeFormat().resolvedOptions().timeZone || "local time"), h("option", { value: "utc" }, "UTC"));
+fill($("zone"), h("option", { value: "local" }, Intl.DateTimeFormat().resolvedOptions().timeZone || "local time"),
+  h("option", { value: "utc" }, "UTC"));
 $("range").addEventListener("change", (event) => choose({ range: event.target.value }));
 $("zone").addEventListener("change", (event) => choose({ zone: event.target.value }));
 $("theme").addEventListener("change", (event) => theme(event.target.value));

@@ -1,4 +1,4 @@
-// Small charts: a bar of parts, figures over time with bands, a scale with a mark, stages in turn. Hand-drawn, so that the page stays light.
+// Small charts: a bar of parts, figures over time with bands, a scale with a mark, stages in turn. Drawn by hand, to keep the page light.
 // Each says its unit and zone, can be read by pointer and by arrow keys, and has its figures as a table beside it (`dom.figures`).
 
 import { h, s } from "./dom.js";
@@ -19,7 +19,8 @@ export function bar(parts, total, label) {
   const whole = Math.max(total, parts.reduce((sum, part) => sum + part.value, 0), 1e-9);
   return h("div", { class: "bar", role: "img", "aria-label": label },
     parts.filter((part) => part.value > 0).map((part) =>
-      h("span", { class: `part ${part.kind}`, style: `width: ${(100 * part.value / whole).toFixed(3)}%`, title: part.title || part.name })));
+      h("span", { class: `part ${part.kind}`, style: `width: ${(100 * part.value / whole).toFixed(3)}%`,
+        title: part.title || part.name })));
 }
 
 /** What the kinds of a bar mean: [{name, kind}]. */
@@ -68,10 +69,12 @@ export function overTime(about, say) {
     if (!(one.value > 0)) continue;
     const left = x(one.at);
     const wide = Math.max(1.5, x(one.at + one.for) - left - 1);
-    shapes.push(s("rect", { class: `column ${one.kind || ""}`, x: left, y: y(one.value), width: wide, height: Math.max(1, TOP + inner.h - y(one.value)) }));
+    shapes.push(s("rect", { class: `column ${one.kind || ""}`, x: left, y: y(one.value), width: wide,
+      height: Math.max(1, TOP + inner.h - y(one.value)) }));
   }
   for (const band of bands) {
-    shapes.push(s("line", { class: "mean", x1: x(band.at), x2: Math.max(x(band.at) + 1, x(band.at + band.for)), y1: y(band.mean), y2: y(band.mean) }));
+    shapes.push(s("line", { class: "mean", x1: x(band.at), x2: Math.max(x(band.at) + 1, x(band.at + band.for)), y1: y(band.mean),
+      y2: y(band.mean) }));
   }
   if (mark) shapes.push(s("line", { class: "limit", x1: LEFT, x2: LEFT + inner.w, y1: y(mark.value), y2: y(mark.value) }));
   if (about.now > from && about.now < to) {
@@ -97,7 +100,8 @@ export function overTime(about, say) {
         step >= 86400 ? clock(tick, 0).slice(0, -9) : clock(tick, tick, false))),
       shapes,
       s("line", { class: "cursor", x1: at ? at.x : -9, x2: at ? at.x : -9, y1: TOP, y2: TOP + inner.h }))),
-    h("p", { class: "readout", "data-readout": key }, at ? at.text : `Times in ${zoneName()}. Point at it, or use the arrow keys, to read the figures.`));
+    h("p", { class: "readout", "data-readout": key }, at ? at.text
+      : `Times in ${zoneName()}. Point at it, or use the arrow keys, to read the figures.`));
 }
 
 function placesOf(bars, bands, say, x) {
@@ -110,7 +114,8 @@ function placesOf(bars, bands, say, x) {
     else found.set(band.at, { at: band.at, for: band.for, band });
   }
   return [...found.values()].sort((one, other) => one.at - other.at)
-    .map((each, index) => ({ index, from: x(each.at), x: (x(each.at) + x(each.at + each.for)) / 2, text: say(each.at, each.bar, each.band) }));
+    .map((each, index) =>
+      ({ index, from: x(each.at), x: (x(each.at) + x(each.at + each.for)) / 2, text: say(each.at, each.bar, each.band) }));
 }
 
 function place(key) {
@@ -151,7 +156,8 @@ export function pointable(root) {
     const last = (drawn.get(key)?.places.length || 0) - 1;
     const now = pointed.get(key) ?? -1;
     const next = {
-      ArrowRight: Math.min(last, now + 1), ArrowUp: Math.min(last, now + 1), ArrowLeft: Math.max(0, now - 1), ArrowDown: Math.max(0, now - 1),
+      ArrowRight: Math.min(last, now + 1), ArrowUp: Math.min(last, now + 1), ArrowLeft: Math.max(0, now - 1),
+        ArrowDown: Math.max(0, now - 1),
       Home: 0, End: last, PageUp: Math.min(last, now + 10), PageDown: Math.max(0, now - 10),
     }[event.key];
     if (next === undefined || last < 0) return;
@@ -168,13 +174,15 @@ export function waitScale(marks, limit, label) {
   const at = (value) => `${(100 * share(value)).toFixed(2)}%`;
   // A label at either end reads inwards.
   const side = (value) => (share(value) < 0.1 ? " first" : share(value) > 0.9 ? " last" : "");
-  return h("div", { class: "scale", role: "img", "aria-label": label },
+  return h("div", { class: "scale", role: "img", "aria-label": `${label}: ${marks.map((mark) => mark.name).join(", ")}` },
     h("div", { class: "track" },
       limit ? h("span", { class: "within", style: `width: ${at(limit)}` }) : null,
       marks.filter((mark) => mark.value !== null && mark.value !== undefined).map((mark, i) =>
-        h("span", { class: `point${limit && mark.value > limit ? " over" : ""}`, style: `left: ${at(mark.value)}` }, h("b", { class: `${i % 2 ? "below" : ""}${side(mark.value)}` }, mark.name))),
+        h("span", { class: `point${limit && mark.value > limit ? " over" : ""}`, style: `left: ${at(mark.value)}` },
+          h("b", { class: `${i % 2 ? "below" : ""}${side(mark.value)}` }, mark.name))),
       limit ? h("span", { class: "promise", style: `left: ${at(limit)}` }) : null),
-    h("div", { class: "ticks" }, [0.001, 0.01, 0.1, 1, 10, 60, 600].map((tick) => h("span", { class: side(tick), style: `left: ${at(tick)}` }, span(tick)))));
+    h("div", { class: "ticks" }, [0.001, 0.01, 0.1, 1, 10, 60,
+      600].map((tick) => h("span", { class: side(tick), style: `left: ${at(tick)}` }, span(tick)))));
 }
 
 /** Stages one after the other: [{name, mean, p90, note, count}], each from where the one before ends. */
@@ -188,7 +196,11 @@ export function stages(list) {
     return h("li", { "data-key": stage.name, class: measured ? "" : "unmeasured" },
       h("span", { class: "name" }, stage.name),
       h("span", { class: "lane", "aria-hidden": "true" },
-        measured ? h("span", { class: "piece", style: `left: ${(100 * left / total).toFixed(2)}%; width: ${Math.max(0.4, 100 * stage.mean / total).toFixed(2)}%` }) : null),
-      h("span", { class: "said" }, measured ? `${span(stage.mean)}${stage.p90 ? `, P90 ${span(stage.p90)}` : ""}${stage.note ? `; ${stage.note}` : ""}` : stage.note));
+        measured
+          ? h("span",
+            { class: "piece",
+              style: `left: ${(100 * left / total).toFixed(2)}%; width: ${Math.max(0.4, 100 * stage.mean / total).toFixed(2)}%` }) : null),
+      h("span", { class: "said" },
+        measured ? `${span(stage.mean)}${stage.p90 ? `, P90 ${span(stage.p90)}` : ""}${stage.note ? `; ${stage.note}` : ""}` : stage.note));
   }));
 }

@@ -24,7 +24,7 @@ function made(element, attributes, children) {
   return element;
 }
 
-/** Makes the children of `root` like `children`, touching only what differs. Children with `data-key` are matched by it, others by place. */
+/** Makes the children of `root` like `children`, touching only what differs. Those with `data-key` are matched by it, others by place. */
 export function fill(root, ...children) {
   const wanted = children.flat(3).filter((child) => child !== null && child !== undefined && child !== false)
     .map((child) => (child instanceof Node ? child : document.createTextNode(String(child))));
@@ -81,7 +81,8 @@ function patch(old, wanted) {
     if (!wanted.hasAttribute(name) && !(name === "open" && old.nodeName === "DETAILS")) old.removeAttribute(name);
   }
   // A field that a person is in says what that person writes.
-  if ("value" in wanted && old.nodeName !== "BUTTON" && old !== document.activeElement && old.value !== wanted.value && old.nodeName !== "SELECT") {
+  if ("value" in wanted && old.nodeName !== "BUTTON" && old !== document.activeElement && old.value !== wanted.value
+    && old.nodeName !== "SELECT") {
     old.value = wanted.value;
   }
   patchChildren(old, [...wanted.childNodes]);
@@ -95,13 +96,15 @@ export function table(caption, heads, rows, more = {}) {
   return h("div", { class: "scroll" },
     h("table", { class: more.class || "", role: "table" },
       h("caption", { class: "unseen" }, caption),
-      h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads.map((head) => h("th", { scope: "col", role: "columnheader", ...about(head) }, head.name ?? head)))),
+      h("thead", { role: "rowgroup" }, h("tr", { role: "row" },
+        heads.map((head) => h("th", { scope: "col", role: "columnheader", ...about(head) }, head.name ?? head)))),
       h("tbody", { role: "rowgroup" }, rows.map((row) => h("tr", { "data-key": row.key, class: row.class || "", role: "row" },
         row.cells.map((cell, i) => {
           const head = heads[i];
           return i === 0
             ? h("th", { scope: "row", role: "rowheader", "data-head": head.name ?? head, ...about(head) }, cell)
-            : h("td", { role: "cell", "data-head": head.name ?? head, ...about(head), ...(cell === null ? { class: "nothing" } : {}) }, cell);
+            : h("td", { role: "cell", "data-head": head.name ?? head, ...about(head), ...(cell === null ? { class: "nothing" } : {}) },
+              cell);
         }))))));
 }
 

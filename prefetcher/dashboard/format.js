@@ -56,7 +56,8 @@ export function ago(at, now) {
 /** A time of the day, with its day where that is not the day of `now`. */
 export function clock(at, now, seconds = true) {
   if (at === null || at === undefined) return QUIET;
-  const about = { hour: "2-digit", minute: "2-digit", hour12: false, ...(seconds ? { second: "2-digit" } : {}), ...(utc ? { timeZone: "UTC" } : {}) };
+  const about = { hour: "2-digit", minute: "2-digit", hour12: false, ...(seconds ? { second: "2-digit" } : {}),
+    ...(utc ? { timeZone: "UTC" } : {}) };
   const day = { weekday: "short", day: "numeric", month: "short", ...(utc ? { timeZone: "UTC" } : {}) };
   const when = new Date(1000 * at);
   const time = when.toLocaleTimeString("en-GB", about);
@@ -66,8 +67,10 @@ export function clock(at, now, seconds = true) {
 
 /** The same in full, for a title: with day and zone. */
 export function moment(at) {
-  const about = { weekday: "short", year: "numeric", month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false };
-  return at === null || at === undefined ? "" : `${new Date(1000 * at).toLocaleString("en-GB", { ...about, ...(utc ? { timeZone: "UTC" } : {}) })}, ${zoneName()}`;
+  const about = { weekday: "short", year: "numeric", month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit",
+    hour12: false };
+  return at === null || at === undefined ? ""
+    : `${new Date(1000 * at).toLocaleString("en-GB", { ...about, ...(utc ? { timeZone: "UTC" } : {}) })}, ${zoneName()}`;
 }
 
 export function count(n, one, many = `${one}s`) {

@@ -33,7 +33,8 @@ export function make(page) {
   }
 
   function jobsView(told) {
-    if (told.length === 0) return h("p", { class: "empty" }, "No scheduler ever looked for work here. Start one: ", h("code", {}, "prefetcher scheduler"));
+    if (told.length === 0) return h("p", { class: "empty" }, "No scheduler ever looked for work here. Start one: ",
+      h("code", {}, "prefetcher scheduler"));
     const now = page.overview()?.jobs.now_s ?? Date.now() / 1000;
     const mayAct = page.mayAct();
     return [
@@ -43,7 +44,8 @@ export function make(page) {
           h("span", {}, job.name, h("span", { class: "small line" }, job.what)),
           job.times,
           h("span", { title: moment(job.next_s) }, ago(job.next_s, now)),
-          job.last ? h("span", { title: moment(job.last.began_s) }, `${ago(job.last.began_s, now)}, took ${span(job.last.took_s)}`) : "never",
+          job.last ? h("span", { title: moment(job.last.began_s) }, `${ago(job.last.began_s, now)}, took ${span(job.last.took_s)}`)
+            : "never",
           result(job),
           button(job, mayAct),
         ],
@@ -66,21 +68,25 @@ export function make(page) {
 
   function button(job, mayAct) {
     const busy = job.running || job.wanted || wanted.has(job.name);
-    return h("button", { type: "button", "data-act": "run", "data-job": job.name, disabled: !mayAct || Boolean(busy), "aria-label": `Run ${job.name} now` }, "Run now");
+    return h("button", { type: "button", "data-act": "run", "data-job": job.name, disabled: !mayAct || Boolean(busy),
+      "aria-label": `Run ${job.name} now` }, "Run now");
   }
 
   function schedulesView(told) {
     if (told.length === 0) {
-      return h("p", { class: "empty" }, "No batch job has told when it needs models. ", h("code", {}, "prefetcher schedule add"), " has them there before it begins.");
+      return h("p", { class: "empty" }, "No batch job has told when it needs models. ", h("code", {}, "prefetcher schedule add"),
+        " has them there before it begins.");
     }
     const now = page.now();
     return table("Batch schedules", ["Schedule", "Models", "When", "Window", "In memory for it"], told.map((one) => ({
       key: one.name,
       cells: [
         one.name,
-        h("span", {}, one.models.slice(0, 6).map((model, i) => [i ? ", " : "", modelLink(model)]), one.models.length > 6 ? ` and ${one.models.length - 6} more` : ""),
+        h("span", {}, one.models.slice(0, 6).map((model, i) => [i ? ", " : "", modelLink(model)]),
+          one.models.length > 6 ? ` and ${one.models.length - 6} more` : ""),
         `${one.at}, ${one.days.join(" ")} (${one.tz}), for ${span(one.for_s)}`,
-        one.next_start_s === null ? "none" : h("span", { title: moment(one.next_start_s) }, one.open ? `open until ${clock(one.next_end_s, now, false)}` : ago(one.next_start_s, now)),
+        one.next_start_s === null ? "none" : h("span", { title: moment(one.next_start_s) }, one.open
+          ? `open until ${clock(one.next_end_s, now, false)}` : ago(one.next_start_s, now)),
         `${whole(one.staged.length)} of ${whole(one.models.length)}`,
       ],
     })));

@@ -64,7 +64,8 @@ export async function ask(path, { method = "GET", signal } = {}) {
 }
 
 /**
- * Reads server-sent events of `path` for ever: `heard(name, data)` for each, `state(what)` with {kind: "open" | "lost" | "refused", why, retry_s}.
+ * Reads server-sent events of `path` for ever: `heard(name, data)` for each, and `state(what)` with {kind: "open" | "lost" | "refused",
+ * why, retry_s}.
  * Gives an object whose `again()` asks at once.
  */
 export function listen(path, heard, state) {

@@ -1,5 +1,6 @@
-// Is it worth it? Waiting that was saved beside memory that was idle and wasted, both beside the control group's own; what prefetches came to;
-// how first requests were served against what was promised. Everything is the report's (`GET /v1/report`); what it lacks is said to be lacking.
+// Is it worth it? Waiting that was saved beside memory that was idle and wasted, both beside the control group's own; what prefetches came
+// to; how first requests were served against what was promised. Everything is the report's (`GET /v1/report`) and the experiment's
+// (`GET /v1/effect`); what they lack is said to be lacking.
 
 import { bar, legend, overTime, waitScale } from "./charts.js";
 import { figures, h, sign, table } from "./dom.js";
@@ -39,7 +40,8 @@ export function make(page) {
     const { total } = told;
     if (total.requests === 0 && total.prefetches === 0) return ["Nothing to judge yet", "no request in this range"];
     const [saved, how] = savedOf(total);
-    return [saved < 0 ? `${span(-saved)} more waiting` : `${span(saved)} of waiting saved`, `${number(total.idle_gb_h)} GB·h idle, ${number(total.wasted_gb_h)} wasted; ${how}`];
+    return [saved < 0 ? `${span(-saved)} more waiting` : `${span(saved)} of waiting saved`,
+      `${number(total.idle_gb_h)} GB·h idle, ${number(total.wasted_gb_h)} wasted; ${how}`];
   }
 
   function view() {
@@ -56,14 +58,18 @@ export function make(page) {
     const nothing = total.requests === 0 && total.prefetches === 0;
     return h("section", { "data-key": "head", "aria-labelledby": "worth-head" },
       h("h2", { id: "worth-head" }, "Waiting saved, and what it took"),
-      h("p", { class: "small" }, `${page.rangeName() === "all time" ? "Since the installation" : `The last ${page.rangeName()}`}${told.from_hour_s ? `, in whole hours from ${clock(told.from_hour_s, page.now(), false)} on` : ""}.`),
-      nothing ? h("p", { class: "empty" }, "No request came in this range. Take a longer one, or send requests: ", h("code", {}, "POST /v1/requests")) : null,
+      h("p", { class: "small" },
+        page.rangeS() === null ? "Since the installation" : `The last ${page.rangeName()}`,
+        told.from_hour_s ? `, in whole hours from ${clock(told.from_hour_s, page.now(), false)} on` : "", "."),
+      nothing ? h("p", { class: "empty" }, "No request came in this range. Take a longer one, or send requests: ",
+        h("code", {}, "POST /v1/requests")) : null,
       h("div", { class: "pair" },
         h("div", { class: "figure" },
           h("h3", {}, "Cold seconds saved"),
           h("p", { class: "big" }, number(saved), " ", h("span", { class: "unit" }, "s")),
           h("p", {}, how),
-          h("p", { class: "small" }, `${number(total.cold_s)} s were waited in ${count(total.requests, "request")}`, total.shadow_cold_s === null ? "" : `; ${number(total.shadow_cold_s)} s would have been without prefetching, by the shadow`)),
+          h("p", { class: "small" }, `${number(total.cold_s)} s were waited in ${count(total.requests, "request")}`,
+            total.shadow_cold_s === null ? "" : `; ${number(total.shadow_cold_s)} s would have been without prefetching, by the shadow`)),
         h("div", { class: "figure" },
           h("h3", {}, "Memory idle"),
           h("p", { class: "big" }, number(total.idle_gb_h), " ", h("span", { class: "unit" }, "GB·h")),
@@ -78,8 +84,11 @@ export function make(page) {
     const effect = effects.data;
     const arm = told.groups.find((group) => group.name === "control")?.figures;
     const own = arm && arm.requests
-      ? h("p", { class: "small" }, `In this range its hours waited ${number(arm.cold_s)} s in ${count(arm.requests, "request")} and held ${number(arm.idle_gb_h)} GB·h idle.`) : null;
-    if (effect === null) return effects.error ? h("p", { class: "empty" }, `Not known: ${effects.error.message}`) : h("p", { class: "waiting" }, "Asking…");
+      ? h("p", { class: "small" },
+        `In this range its hours waited ${number(arm.cold_s)} s in ${count(arm.requests, "request")} `,
+        `and held ${number(arm.idle_gb_h)} GB·h idle.`) : null;
+    if (effect === null) return effects.error ? h("p", { class: "empty" }, `Not known: ${effects.error.message}`)
+      : h("p", { class: "waiting" }, "Asking…");
     if (effect.basis !== "control") {
       return [
         h("p", { class: "big" }, "Shadow only"),
@@ -89,11 +98,15 @@ export function make(page) {
         h("p", { class: "small" }, effect.experiment || effect.why || "A single node has none."), own,
       ];
     }
-    const whole_ = effect.low !== null && effect.high !== null;
+    const isWhole = effect.low !== null && effect.high !== null;
     return [
       h("p", { class: "big" }, lessOrMore(effect.saving_ratio)),
-      h("p", {}, whole_ ? `waiting; 95 % sure that it is between ${lessOrMore(effect.low)} and ${lessOrMore(effect.high)}` : `waiting; no interval yet: ${effect.why || "too few hours of the control group"}`),
-      h("p", { class: "small" }, `${!whole_ || (effect.low <= 0 && effect.high >= 0) ? "It may be chance. " : ""}${whole(effect.control_blocks)} of ${whole(effect.blocks)} node-hours of ${span(86400 * effect.days)} were without prefetching; all that are kept, whatever the range.`),
+      h("p", {}, isWhole ? `waiting; 95 % sure that it is between ${lessOrMore(effect.low)} and ${lessOrMore(effect.high)}`
+        : `waiting; no interval yet: ${effect.why || "too few hours of the control group"}`),
+      h("p", { class: "small" },
+        !isWhole || (effect.low <= 0 && effect.high >= 0) ? "It may be chance. " : "",
+        `${whole(effect.control_blocks)} of ${whole(effect.blocks)} node-hours of ${span(86400 * effect.days)} were without prefetching; `,
+        "all that are kept, whatever the range."),
       own,
     ];
   }
@@ -102,51 +115,62 @@ export function make(page) {
     const { total } = told;
     const counts = { hit: total.hit, late: total.late, useless: total.useless, displaced: total.displaced };
     const settled = Object.values(counts).reduce((sum, each) => sum + each, 0);
-    const others = Object.entries(total.outcomes).filter(([name, n]) => n > 0 && !["timely", "late", "useless", "displaced"].includes(name));
+    const others = Object.entries(total.outcomes).filter(([name, n]) => n > 0
+      && !["timely", "late", "useless", "displaced"].includes(name));
     return h("section", { "data-key": "outcomes", "aria-labelledby": "outcomes-head" },
       h("h2", { id: "outcomes-head" }, "What became of prefetches, and what requests found"),
       settled === 0 ? h("p", { class: "empty" }, "No prefetch was settled in this range.") : [
-        bar(OUTCOMES.map(([kind, name]) => ({ kind, name: `${name}: ${counts[kind]}`, value: counts[kind] })), settled, OUTCOMES.map(([kind, name]) => `${counts[kind]} ${name}`).join(", ")),
-        legend(OUTCOMES.map(([kind, name, words]) => ({ kind, name: `${name} ${whole(counts[kind])} (${percent(counts[kind] / settled)}): ${words}` }))),
+        bar(OUTCOMES.map(([kind, name]) => ({ kind, name: `${name}: ${counts[kind]}`, value: counts[kind] })), settled,
+          OUTCOMES.map(([kind, name]) => `${counts[kind]} ${name}`).join(", ")),
+        legend(OUTCOMES.map(([kind, name, words]) =>
+          ({ kind, name: `${name} ${whole(counts[kind])} (${percent(counts[kind] / settled)}): ${words}` }))),
       ],
       h("dl", { class: "facts" },
         fact("Premature", whole(total.premature), "unused ones that were asked for soon after they were given up"),
         fact("Miss", whole(total.miss ?? total.cold_starts), `requests that found nothing resident or moving, of ${whole(total.requests)}`),
         fact("Accuracy", percent(total.accuracy), "of judged prefetches that were used"),
         fact("In time", percent(total.timeliness), "of used ones that were ready before"),
-        fact("Otherwise", others.length ? others.map(([name, n]) => `${whole(n)} ${name}`).join(", ") : "none", "prefetches that say nothing about guessing")));
+        fact("Otherwise", others.length ? others.map(([name, n]) => `${whole(n)} ${name}`).join(", ") : "none",
+          "prefetches that say nothing about guessing")));
   }
 
   function first(told) {
     const { slo, total } = told;
     const waits = total.first_waits;
+    const quantiles = ["p50", "p95", "p99"].map((name) => ({ name: `${name} ${span(waits[`${name}_s`])}`, value: waits[`${name}_s`] }));
     return h("section", { "data-key": "slo", "aria-labelledby": "slo-head" },
       h("h2", { id: "slo-head" }, "First requests against what is promised"),
-      waits.count === 0 ? h("p", { class: "empty" }, `No first request in this range: the first one after a model was not asked for ${span(told.first_gap_s)}.`) : [
-          h("p", {}, h("strong", {}, `p99 ${span(waits.p99_s)}`), ` of ${count(waits.count, "first request")}, promised: ${percent(slo.target_ratio, 1)} within ${span(slo.under_s)}. `,
+      waits.count === 0
+        ? h("p", { class: "empty" },
+          `No first request in this range: the first one after a model was not asked for ${span(told.first_gap_s)}.`) : [
+          h("p", {}, h("strong", {}, `p99 ${span(waits.p99_s)}`),
+            ` of ${count(waits.count, "first request")}, promised: ${percent(slo.target_ratio, 1)} within ${span(slo.under_s)}. `,
             slo.met_ratio === null ? null : sign(slo.met_ratio >= slo.target_ratio ? "good" : "bad", `${percent(slo.met_ratio, 1)} were`)),
-          waitScale([{ name: `p50 ${span(waits.p50_s)}`, value: waits.p50_s }, { name: `p95 ${span(waits.p95_s)}`, value: waits.p95_s }, { name: `p99 ${span(waits.p99_s)}`, value: waits.p99_s }],
-            slo.under_s, `Waits of first requests: p50 ${span(waits.p50_s)}, p95 ${span(waits.p95_s)}, p99 ${span(waits.p99_s)}; promised within ${span(slo.under_s)}`),
-          h("dl", { class: "facts" }, fact("Burn rate, 1 h", burn(slo.burn_1h), burnWords(slo.burn_1h)), fact("Burn rate, 6 h", burn(slo.burn_6h), burnWords(slo.burn_6h))),
+          waitScale(quantiles, slo.under_s, `Waits of first requests; promised within ${span(slo.under_s)}`),
+          h("dl", { class: "facts" }, fact("Burn rate, 1 h", burn(slo.burn_1h), burnWords(slo.burn_1h)),
+            fact("Burn rate, 6 h", burn(slo.burn_6h), burnWords(slo.burn_6h))),
         ]);
   }
 
   function trend() {
     const told = hours.data;
     if (!told || !Array.isArray(told.groups) || told.groups.length < 2) return null;
-    const lines = told.groups.map((group) => ({ at: +group.name, ...group.figures })).filter((line) => line.at > 0).sort((a, b) => a.at - b.at);
+    const lines = told.groups.map((group) => ({ at: +group.name, ...group.figures })).filter((line) => line.at > 0).sort((a, b) =>
+      a.at - b.at);
     if (lines.length < 2) return null;
     const from = lines[0].at;
     const to = Math.max(page.now(), lines[lines.length - 1].at + 3600);
     const draw = (key, label, unit, value, kind) => overTime(
-      { key, label, unit, width: page.width(), height: 130, from, to, now: 0, bars: lines.map((line) => ({ at: line.at, for: 3600, value: value(line), kind })) },
+      { key, label, unit, width: page.width(), height: 130, from, to, now: 0,
+        bars: lines.map((line) => ({ at: line.at, for: 3600, value: value(line), kind })) },
       (at, one) => `${clock(at, page.now(), false)}: ${number(one?.value)} ${unit}`);
     return h("section", { "data-key": "trend", "aria-labelledby": "trend-head" },
       h("h2", { id: "trend-head" }, "Hour by hour"),
       h("h3", {}, "Waited for weights, seconds an hour"), draw("cold", "Waited for weights", "s", (line) => line.cold_s, "warm"),
       h("h3", {}, "Memory idle, GB·h an hour"), draw("idle", "Memory idle", "GB·h", (line) => line.idle_gb_h, "quiet"),
       figures("Hour by hour", ["Hour", "Requests", "Waited, s", "Prefetches", "Hits", "Idle, GB·h", "Wasted, GB·h"],
-        lines.map((line) => [clock(line.at, page.now(), false), whole(line.requests), number(line.cold_s), whole(line.prefetches), whole(line.hit), number(line.idle_gb_h), number(line.wasted_gb_h)]), "hours-table"));
+        lines.map((line) => [clock(line.at, page.now(), false), whole(line.requests), number(line.cold_s), whole(line.prefetches),
+          whole(line.hit), number(line.idle_gb_h), number(line.wasted_gb_h)]), "hours-table"));
   }
 
   function missing(told) {
@@ -183,7 +207,8 @@ function burnWords(value) {
 /** [seconds, how that is known]: by the shadow over the hours that it saw whole, else by what used prefetches had moved in time. */
 function savedOf(total) {
   if (total.shadow_cold_s !== null && total.coverage !== null) {
-    const part = total.shadow_requests < total.requests ? `, known of ${whole(total.shadow_requests)} of ${count(total.requests, "request")}` : "";
+    const part = total.shadow_requests < total.requests
+      ? `, known of ${whole(total.shadow_requests)} of ${count(total.requests, "request")}` : "";
     return [total.shadow_cold_s * total.coverage, `${percent(total.coverage)} less than without prefetching, by the shadow${part}`];
   }
   return [total.saved_s, "by prefetches that were used: how long their bytes had moved before somebody came"];

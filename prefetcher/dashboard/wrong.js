@@ -7,8 +7,10 @@ export const marks = ["findings"];
 const LIMIT = 50;
 const SHOWN = 3;
 const HEADS = {
-  health: "This process", "followed log": "The followed log", lag: "Lag", fallback: "Predictors that fell back", "node away": "Nodes that are silent", node: "Faults of nodes",
-  memory: "Memory that is not locked", "unknown model": "Models that nobody has", job: "Jobs that failed", wasteful: "Models whose prefetches went unused",
+  health: "This process", "followed log": "The followed log", lag: "Lag", fallback: "Predictors that fell back",
+    "node away": "Nodes that are silent", node: "Faults of nodes",
+  memory: "Memory that is not locked", "unknown model": "Models that nobody has", job: "Jobs that failed",
+    wasteful: "Models whose prefetches went unused",
   "failed load": "Loads that failed", hints: "Sources whose hints don't convert", "idle pin": "Pins that earn little",
 };
 const WORDS = { bad: "Fault", warn: "Warning", note: "Note" };
@@ -21,7 +23,8 @@ function groupsOf(list) {
 }
 
 function why(model) {
-  return h("a", { href: `?tab=why&model=${encodeURIComponent(model)}`, "data-act": "model", "data-model": model, "aria-label": `Why: ${model}` }, "Why?");
+  return h("a", { href: `?tab=why&model=${encodeURIComponent(model)}`, "data-act": "model", "data-model": model,
+    "aria-label": `Why: ${model}` }, "Why?");
 }
 
 export function make(page) {
@@ -37,11 +40,13 @@ export function make(page) {
     return h("section", { "data-key": "findings", "aria-labelledby": "wrong-head" },
       h("h2", { id: "wrong-head" }, "What is wrong, worst first, and what comes next"),
       page.standing(found, "what is wrong"),
-      told && told.in_all === 0 ? h("p", { class: "empty" }, sign("good", "Nothing is wrong, as far as nodes, controllers and schedulers tell.")) : null,
+      told && told.in_all === 0 ? h("p", { class: "empty" },
+        sign("good", "Nothing is wrong, as far as nodes, controllers and schedulers tell.")) : null,
       told ? groupsOf(told.findings).map(([kind, list]) => h("section", { "data-key": kind },
         h("h3", {}, `${HEADS[kind] || kind}: ${whole(list.length)}`),
         h("ol", { class: "findings" }, list.slice(0, SHOWN).map(line)),
-        list.length > SHOWN ? h("details", { "data-key": "more" }, h("summary", {}, `${whole(list.length - SHOWN)} more`), h("ol", { class: "findings" }, list.slice(SHOWN).map(line))) : null)) : null,
+        list.length > SHOWN ? h("details", { "data-key": "more" }, h("summary", {}, `${whole(list.length - SHOWN)} more`),
+          h("ol", { class: "findings" }, list.slice(SHOWN).map(line))) : null)) : null,
       told ? pager("findings", offset, LIMIT, told.in_all) : null,
       told && told.in_all > LIMIT ? h("p", { class: "small" }, `${whole(told.in_all)} in all; at most twenty of a kind are listed`) : null);
   }
