@@ -66,7 +66,7 @@ export function make(page) {
       h("div", { class: "pair" },
         h("div", { class: "figure" },
           h("h3", {}, "Cold seconds saved"),
-          h("p", { class: "big" }, number(saved), " ", h("span", { class: "unit" }, "s")),
+          h("p", { class: "big" }, `${saved < 0 ? "−" : ""}${number(Math.abs(saved))}`, " ", h("span", { class: "unit" }, "s")),
           h("p", {}, how),
           h("p", { class: "small" }, `${number(total.cold_s)} s were waited in ${count(total.requests, "request")}`,
             total.shadow_cold_s === null ? "" : `; ${number(total.shadow_cold_s)} s would have been without prefetching, by the shadow`)),
@@ -209,7 +209,7 @@ function savedOf(total) {
   if (total.shadow_cold_s !== null && total.coverage !== null) {
     const part = total.shadow_requests < total.requests
       ? `, known of ${whole(total.shadow_requests)} of ${count(total.requests, "request")}` : "";
-    return [total.shadow_cold_s * total.coverage, `${percent(total.coverage)} less than without prefetching, by the shadow${part}`];
+    return [total.shadow_cold_s * total.coverage, `${lessOrMore(total.coverage)} than without prefetching, by the shadow${part}`];
   }
   return [total.saved_s, "by prefetches that were used: how long their bytes had moved before somebody came"];
 }
