@@ -127,6 +127,21 @@ def test_a_link_goes_on_while_reports_grow_old(desk: Desk) -> None:
     assert desk.route("m8")[0].wait_s == 3.5
 
 
+def test_loads_of_milliseconds_are_spread_too_when_they_are_called_within_a_second() -> None:
+    desk = Desk()
+    for node in NODES[:4]:
+        report = node_report(node)
+        quick = tuple(msgspec.structs.replace(known, load_s=0.002) for known in report.known)
+        tell(desk.state, msgspec.structs.replace(report, known=quick))
+    told = []
+    for model in MODELS[:4]:
+        told += desk.route(model)
+        desk.later(0.2)
+    assert len({routed.node for routed in told}) == 4
+    # All of them were sent something; the fifth goes to one that is done with it.
+    assert desk.route("m4")[0].wait_s < 0.01
+
+
 def test_several_models_in_one_call_are_decided_together(desk: Desk) -> None:
     routed = desk.route(*MODELS[:8])
     assert sorted(r.node for r in routed) == NODES

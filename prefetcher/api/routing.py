@@ -31,6 +31,9 @@ __all__ = ["INTENT_S", "RouteDesk", "Routed"]
 INTENT_S = records.REPORT_EXPIRES_S
 #: A report that is older than an intent, give or take clocks of nodes, says nothing of it.
 _CLOCKS_S = 1.0
+#: A node that something was sent to so shortly ago is not idle, however short the load: whoever was told has yet to send it.
+_SENT_S = 1.0
+_JUST_SENT_S = 0.001
 #: Tries to write intents that others write too: each failure is another endpoint's success.
 _TRIES = 100
 
@@ -161,6 +164,8 @@ class RouteDesk:
             now_s = self._clock.now_s()
             standing = self._standing(self._last if away else _read_intents(raw), known, now_s)
             placed = self._decided(cold, known, standing)
+            # From the answer on, not from the question.
+            now_s = self._clock.now_s()
             new = {
                 model: records.Intent(where.node, cold[model], self._load_s(model, where.node, known), now_s, now_s + self._life_s)
                 for model, where in placed.items()
@@ -236,6 +241,8 @@ class RouteDesk:
             seen = msgspec.structs.replace(report, queued=tuple(q for q in report.queued if q.model not in mine_too))
             room = None if told is None else told.rooms.get(node)
             site = site_of(seen, mine, room, age_s=age_s, coming=coming)
+            if any(now_s - at_s < _SENT_S * self._clock.speed for at_s, _, _ in told_s):
+                site = replace(site, running_s=max(site.running_s, _JUST_SENT_S))
             if told is not None:
                 at = {m: At.PLACED for m in mine if m not in site.at and told.homes.get(m) == node}
                 site = replace(site, at={**site.at, **at})

@@ -25,9 +25,9 @@ __all__ = ["MOVING_STATES", "Placing", "room_of", "site_of"]
 Floats = npt.NDArray[np.float64]
 
 #: Models that are placed together; the likelier ones come first, and the next ones see their loads.
-_TOGETHER = 16
+_TOGETHER = 10
 #: Models that are placed in one step at most: what is likely and nowhere beyond them is left to hashing.
-_MOST = 128
+_MOST = 40
 #: A chance of use below this is no reason to place a model anywhere.
 _LEAST_CHANCE = 0.05
 #: A node that forecasts don't send anything to keeps what it holds at this share of its worth: it goes first, but not before it is in the

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.compiled import is_compiled, kernel, kernel_part
+from prefetcher.core.compiled import kernel, kernel_part
 from prefetcher.core.references import by_reference
 from prefetcher.core.rendezvous import by_rendezvous
 
@@ -389,7 +389,7 @@ class Placed:
 _LEAST_ROWS = 1e-6
 _LEAST_S = 1e-6
 #: More nodes than this are looked at for each model by itself first.
-_MOST_SITES = 64
+_MOST_SITES = 12
 
 
 @lru_cache(maxsize=4096)
@@ -475,8 +475,8 @@ def place(wanted: Sequence[Wanted], sites: Sequence[Site]) -> dict[str, Placed]:
         return {}
     sites = _worth_a_look(merged, sites)
     burst = burst_of(merged, sites)
-    # Uncompiled it takes milliseconds for the bursts of a live fleet; compiling it takes longer than any of them may wait.
-    decide = place_together if is_compiled(place_together) else place_together.py_func
+    # As Python it takes milliseconds for the bursts of a live fleet; even loading what is compiled takes longer than they may wait.
+    decide = place_together if place_together.overloads else place_together.py_func
     node, cached, wait = decide(burst)
     return {
         want.model: Placed(want.model, sites[n].node, At(int(burst.at[w, n])), float(wait[w]), bool(cached[w]))
