@@ -52,7 +52,7 @@ _MOST_BYTES = 10**15
 _MOST_NODES = 10_000
 _BENCHES = (
     "load", "policies", "starts", "fit", "replay", "ingest", "ingest-crash", "bad-records", "hint", "hint-burst", "hint-value", "outage",
-    "ab", "cluster", "windows", "regime",
+    "ab", "cluster", "cascade", "windows", "regime",
 )  # fmt: skip
 _DEFAULT_URL = "http://127.0.0.1:8371"
 
