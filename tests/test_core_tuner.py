@@ -99,6 +99,28 @@ def test_old_evidence_fades() -> None:
     assert learn(tuner, [[100.0, 110.0, 90.0, 105.0]], 36, from_h=72) == [("beats", LONG)]
 
 
+def test_all_segments_move_together_where_that_is_certain() -> None:
+    """What each segment alone would change drowns in noise; all together it is as large as the noise of an hour. Pinned ones stay."""
+    rng = np.random.default_rng(4)
+    book = book_of((*TWO, ALL_MODELS)).changed(ALL_MODELS.name, LONG, 0.0, "by hand", pinned=True)
+    tuner = WindowTuner(book, SETTINGS, CHOICES)
+    changes = []
+    for hour in range(48):
+        costs = np.zeros((3, 4, 3))
+        costs[:, :, 0] = 100.0 + 10.0 * rng.standard_normal((3, 4))
+        in_force, together = np.zeros(3), np.zeros((3, 3))
+        in_force[0], together[:, 0] = 100.0, np.array([105.0, 90.0, 105.0]) + 10.0 * rng.standard_normal(3)
+        changes += tuner.learn(costs, in_force, HOUR, hour * HOUR, together)
+        if changes:
+            break
+    assert [(d.segment, d.new) for d in changes] == [("beats", SHORT), ("others", SHORT)]
+    assert all(d.why.startswith("all segments together, against at any time") for d in changes)
+    assert changes[0].old_cost.wait_s > changes[0].new_cost.wait_s
+    assert tuner.book.entry(ALL_MODELS.name).window == LONG
+    with pytest.raises(ValueError, match=r"costs together of shape \(2, 3\), expected \(3, 3\)"):
+        tuner.learn(costs, in_force, HOUR, 0.0, np.zeros((2, 3)))
+
+
 def test_what_people_pinned_stays() -> None:
     book = book_of(TWO[:1]).changed("beats", LONG, 0.0, "by hand", pinned=True)
     tuner = WindowTuner(book, SETTINGS, CHOICES)

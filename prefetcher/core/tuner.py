@@ -3,7 +3,9 @@
 Evidence comes in period by period (`learn`): what the node would have cost with each candidate window of each segment, all else as in
 force (`core.window_caches`). Decisions go out: changes of the book, each with its evidence. A window changes when another one would have
 cost less lately by more than `hysteresis` of the whole, and by more than chance: by `certainty` times the root of the summed squares of the
-periods' differences.
+periods' differences. What one segment changes is small beside the noise of a node, so the tuner is also told what each candidate would have
+cost as the window of all segments together: all move there when that is certain, and one segment alone only when it is certain enough by
+itself.
 
 Seconds of waiting and GB·h held are made one by the price of a GB·h. With a waste budget, a GB·h of prefetches that nobody used costs more,
 as much as it takes to keep the budget: the dual price, found anew in every period from the same evidence, under a budget that shrinks while
@@ -67,8 +69,8 @@ class TunerSettings:
     """`price_s_per_gb_h`: seconds of waiting that a GB held for an hour is worth; `waste_gb_h_per_day` bounds what is wasted, if given.
 
     `half_life_s` of the evidence; `hysteresis`, as a share of the whole cost; `certainty`, how many times the root of the summed squares
-    a gain must be; `settle_periods` pass before anything changes. Half-life, hysteresis and certainty did best on the first weeks of three
-    logs; twice the certainty misses changes that pay, none follows every lucky hour.
+    a gain must be, for all segments together and for one `alone`; `settle_periods` pass before anything changes. Half-life, hysteresis and
+    certainty did best on the first weeks of three logs: twice the certainty misses changes that pay, none follows every lucky hour.
     """
 
     price_s_per_gb_h: float = DEFAULT_PRICE_S_PER_GB_H
@@ -77,6 +79,7 @@ class TunerSettings:
     hysteresis: float = 0.002
     settle_periods: int = 6
     certainty: float = 1.0
+    certainty_alone: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +154,14 @@ class WindowTuner:
         self._squares = np.zeros((segments, count, count))
         self._weight_s = 0.0
         self._periods = 0
+        self._begin_together()
+
+    def _begin_together(self) -> None:
+        """Since the book last changed: what each candidate would have cost for all, and last what was in force; and the squares."""
+        self._together = np.zeros((len(self._candidates) + 1, 3))
+        self._together_squares = np.zeros(len(self._candidates))
+        self._together_s = 0.0
+        self._together_periods = 0
 
     def split(self, segments: Sequence[Segment], now_s: float) -> None:
         """Other segments from here on. Each begins with the window of the only segment that there was, else with that of the rest; evidence
@@ -159,12 +170,15 @@ class WindowTuner:
         entries = tuple(BookEntry(segment, window, now_s, "as before the models were told apart") for segment in segments)
         self._begin(replace(self.book, entries=entries, rest=window, version=self.book.version + 1))
 
-    def learn(self, costs: Floats, in_force: Floats, period_s: float, now_s: float) -> list[Decision]:
-        """Takes a period's costs and returns what changes, most telling first.
+    def learn(self, costs: Floats, in_force: Floats, period_s: float, now_s: float, together: Floats | None = None) -> list[Decision]:
+        """Takes a period's costs and returns what changes, in the order of the segments.
 
         `costs` float64[segments, candidates, 3] in the order of `windows`: seconds of waiting, GB·h held, GB·h wasted of the whole node;
-        `in_force` float64[3], the same of what was in force. Raises ValueError for another shape.
+        `in_force` float64[3], the same of what was in force; `together` float64[candidates, 3], of each of the candidates that the tuner
+        was made with as the window of all models. Raises ValueError for another shape.
         """
+        if together is not None and together.shape != (len(self._candidates), 3):
+            raise ValueError(f"costs together of shape {together.shape}, expected {(len(self._candidates), 3)}")
         if costs.shape != self._costs.shape or not np.isfinite(costs).all():
             raise ValueError(f"costs of shape {costs.shape}, expected finite ones of {self._costs.shape}")
         fade = math.exp(-math.log(2.0) * period_s / self.settings.half_life_s)
@@ -175,12 +189,27 @@ class WindowTuner:
         self._weight_s = fade * self._weight_s + period_s
         self._periods += 1
         self._keep_budget(in_force, period_s)
+        if together is not None:
+            self._learn_together(together, in_force, fade, period_s)
         if self._periods < self.settings.settle_periods:
             return []
-        decisions = [d for s in range(len(self.book.entries)) if (d := self._decide(s, now_s)) is not None]
+        decisions = self._decide_together(now_s)
+        if not decisions:
+            alone = self.settings.certainty if together is None or len(self.book.entries) == 1 else self.settings.certainty_alone
+            decisions = [d for s in range(len(self.book.entries)) if (d := self._decide(s, now_s, alone)) is not None]
         for decision in decisions:
             self.book = self.book.changed(decision.segment, decision.new, now_s, decision.why)
+        if decisions:
+            self._begin_together()
         return decisions
+
+    def _learn_together(self, together: Floats, in_force: Floats, fade: float, period_s: float) -> None:
+        every = np.concatenate([together, in_force[np.newaxis]])
+        seconds = self._seconds(every)
+        self._together = fade * self._together + every
+        self._together_squares = fade**2 * self._together_squares + (seconds[-1] - seconds[:-1]) ** 2
+        self._together_s = fade * self._together_s + period_s
+        self._together_periods += 1
 
     # --- the choice ---
 
@@ -192,14 +221,41 @@ class WindowTuner:
     def _live(self, s: int) -> int:
         return self.windows[s].index(self.book.entries[s].window)
 
-    def _decide(self, s: int, now_s: float) -> Decision | None:
+    def _decide_together(self, now_s: float) -> list[Decision]:
+        """The moves of all segments to one window, where that would have cost less than what was in force since it last changed."""
+        if self._together_periods < self.settings.settle_periods:
+            return []
+        seconds = self._seconds(self._together)
+        best = int(np.argmin(seconds[:-1]))
+        gain, chance = float(seconds[-1] - seconds[best]), self.settings.certainty * math.sqrt(float(self._together_squares[best]))
+        if gain <= max(self.settings.hysteresis * float(seconds[-1]), chance):
+            return []
+        old, new = (Cost(*(float(v) for v in self._together[k])) for k in (-1, best))
+        window = self._candidates[best]
+        return [
+            Decision(
+                segment=entry.segment.name,
+                old=entry.window,
+                new=window,
+                at_s=now_s,
+                old_cost=old,
+                new_cost=new,
+                periods=self._together_periods,
+                dual_price=self.dual_price,
+                why=f"all segments together, {_why(entry.window, old, new, self._together_s, self.dual_price)}",
+            )
+            for entry in self.book.entries
+            if not entry.pinned and entry.window != window
+        ]
+
+    def _decide(self, s: int, now_s: float, certainty: float) -> Decision | None:
         entry = self.book.entries[s]
         if entry.pinned:
             return None
         seconds, live = self._seconds(self._costs[s]), self._live(s)
         best = int(np.argmin(seconds))
         gain = float(seconds[live] - seconds[best])
-        chance = self.settings.certainty * math.sqrt(float(self._squares[s, live, best]))
+        chance = certainty * math.sqrt(float(self._squares[s, live, best]))
         if gain <= max(self.settings.hysteresis * float(seconds[live]), chance):
             return None
         old, new = (Cost(*(float(v) for v in self._costs[s, k])) for k in (live, best))
@@ -257,6 +313,10 @@ class WindowTuner:
             "periods": self._periods,
             "dual_price": self.dual_price,
             "tightness": self._tightness,
+            "together": self._together.tolist(),
+            "together_squares": self._together_squares.tolist(),
+            "together_s": self._together_s,
+            "together_periods": self._together_periods,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -269,11 +329,16 @@ class WindowTuner:
             costs, squares = np.array(state["costs"], np.float64), np.array(state["squares"], np.float64)
             if costs.shape != self._costs.shape or squares.shape != self._squares.shape:
                 raise ValueError(f"costs of shape {costs.shape}, expected {self._costs.shape}")
+            together, together_squares = (np.array(state[name], np.float64) for name in ("together", "together_squares"))
+            if together.shape != self._together.shape or together_squares.shape != self._together_squares.shape:
+                raise ValueError(f"costs together of shape {together.shape}, expected {self._together.shape}")
             if any(self.book.entries[s].window not in row for s, row in enumerate(windows)):
                 raise ValueError("a window is in force that is no candidate")
             self.windows, self._costs, self._squares = windows, costs, squares
             self._weight_s, self._periods = float(state["weight_s"]), int(state["periods"])
             self.dual_price, self._tightness = float(state["dual_price"]), float(state["tightness"])
+            self._together, self._together_squares = together, together_squares
+            self._together_s, self._together_periods = float(state["together_s"]), int(state["together_periods"])
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"is no state of the tuner of windows: {error}; let it begin anew") from error
 

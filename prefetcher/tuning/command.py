@@ -147,7 +147,7 @@ def tune(
         notes.append(
             f"{len(part.models):,} of {len(trace.models):,} models, drawn by the hash of their names, with {share:.0%} of the memory"
         )
-    walk = TuningWalk(parts, share * capacity_bytes, settings=settings, fixed=CANDIDATES, start=start or DEFAULT_WINDOW)
+    walk = TuningWalk(parts, share * capacity_bytes, settings=settings, start=start or DEFAULT_WINDOW)
     for block in computed_ahead(score_blocks(part, seed, lambda done, _what: progress(done, "tuning windows"))):
         walk.take(block)
     walk.close()
@@ -174,7 +174,7 @@ def _document(
                 "examples": [part.models[m] for m in np.argsort(-facts.rows_per_day * mine, kind="stable")[:3] if mine[m]],
             }
         )
-    frontier = [_costs(np.stack([day.fixed[k] for day in counted]), window_in_words(w), settings) for k, w in enumerate(CANDIDATES)]
+    frontier = [_costs(np.stack([day.together[k] for day in counted]), window_in_words(w), settings) for k, w in enumerate(CANDIDATES)]
     tuned = _costs(np.stack([day.tuned for day in counted]), "tuned", settings)
     return {
         "input": {

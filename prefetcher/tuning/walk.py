@@ -34,10 +34,12 @@ _FOUND_AFTER_S = _DAY_S
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A day of the log: what the tuned windows cost, float64[COSTS], and each fixed one, float64[fixed, COSTS]; the book at its end."""
+    """A day of the log: what the tuned windows cost, float64[COSTS], each candidate as the window of all, float64[candidates, COSTS], and
+    each fixed one, float64[fixed, COSTS]; the book at its end."""
 
     from_s: float
     tuned: Floats
+    together: Floats
     fixed: Floats
     book: WindowBook
 
@@ -69,9 +71,12 @@ class TuningWalk:
         book = start if isinstance(start, WindowBook) and start.entries else book_of((), start if isinstance(start, Window) else start.rest)
         self._tuner = WindowTuner(book, settings, candidates)
         self._most = most_segments if self._finds else len(book.entries)
-        self._fixed = len(fixed)
+        self._of_all = (*candidates, *fixed)
+        self._together = len(candidates)
         expert = policy or expert_policies(settings.price_s_per_gb_h, DEFAULT_WINDOW.hold_s)[list(EXPERTS).index("hazard-prefetch")]
-        self._caches = [WindowCaches(part.world, capacity_bytes, expert, self._most, len(candidates) + 1, extra=fixed) for part in parts]
+        self._caches = [
+            WindowCaches(part.world, capacity_bytes, expert, self._most, len(candidates) + 1, extra=self._of_all) for part in parts
+        ]
         world = parts[0].world
         self._t0_s, self._t1_s = world.t0_s, world.t1_s
         self._size = world.size_bytes
@@ -111,16 +116,18 @@ class TuningWalk:
             self._end_day()
 
     def _period(self, end_s: float, until_s: float) -> None:
-        in_force, costs, fixed = np.zeros(COSTS), np.zeros((self._most, self._candidates, COSTS)), np.zeros((self._fixed, COSTS))
+        in_force, of_all = np.zeros(COSTS), np.zeros((len(self._of_all), COSTS))
+        costs = np.zeros((self._most, self._together + 1, COSTS))
         for part, caches in zip(self._parts, self._caches, strict=True):
             caches.go(int(np.searchsorted(part.world.ts, end_s)), until_s)
-            for total, more in zip((in_force, costs, fixed), caches.costs(until_s), strict=True):
+            for total, more in zip((in_force, costs, of_all), caches.costs(until_s), strict=True):
                 total += more
         if self._day[0] is None:
             self._day = (end_s - PERIOD_S, *self._day[1:])
         self._day[1][:] += in_force
-        self._day[2][:] += fixed
-        decisions = self._tuner.learn(costs[: len(self.in_force.entries)], in_force, PERIOD_S, end_s)
+        self._day[2][:] += of_all
+        known = len(self.in_force.entries)
+        decisions = self._tuner.learn(costs[:known], in_force, PERIOD_S, end_s, of_all[: self._together])
         self.decisions += decisions
         if round((end_s - self._t0_s) / PERIOD_S) % round(_DAY_S / PERIOD_S) == 0:
             self._end_day()
@@ -128,16 +135,13 @@ class TuningWalk:
         elif decisions:
             self._set_windows()
 
-    @property
-    def _candidates(self) -> int:
-        return len(self._tuner.windows[0])
-
     def _new_day(self) -> tuple[float | None, Floats, Floats]:
-        return None, np.zeros(COSTS), np.zeros((self._fixed, COSTS))
+        return None, np.zeros(COSTS), np.zeros((len(self._of_all), COSTS))
 
     def _end_day(self) -> None:
-        from_s, tuned, fixed = self._day
-        self.days.append(Day(self._t0_s if from_s is None else from_s, tuned, fixed, self.in_force))
+        from_s, tuned, of_all = self._day
+        begun_s = self._t0_s if from_s is None else from_s
+        self.days.append(Day(begun_s, tuned, of_all[: self._together], of_all[self._together :], self.in_force))
         self._day = self._new_day()
 
     def _sort(self, now_s: float) -> None:
