@@ -11,7 +11,7 @@ import pytest
 from prefetcher.bench import ab
 from prefetcher.bench.made_blocks import make_blocks, observed
 from prefetcher.bench.switchback import SwitchbackRun
-from prefetcher.core.experts import VARIANTS
+from prefetcher.core.experts import EXPERTS, VARIANTS
 from prefetcher.core.holdout import HoldoutSettings, arm_of
 from prefetcher.core.node import BLOCK_BYTES, World
 from prefetcher.core.types import Arm, NodeName
@@ -45,7 +45,7 @@ def test_the_other_side_is_carried_over_only_after_a_change() -> None:
 
 
 def test_a_switchback_fetches_nothing_ahead_in_control_blocks() -> None:
-    """Two models in turn, room for one of them, and forecasts that are sure of both."""
+    """Two models in turn, room for one of them, and forecasts that see every use coming."""
     hours, size = 12, np.array([10e9, 10e9])
     ts = np.concatenate([hour * 3600.0 + np.array([300.0, 900.0, 1500.0, 2100.0, 2700.0, 3300.0]) for hour in range(hours)])
     model = np.tile(np.array([0, 1], np.int32), len(ts) // 2)
@@ -53,9 +53,11 @@ def test_a_switchback_fetches_nothing_ahead_in_control_blocks() -> None:
     world = World(size, np.full(2, 3.0), BLOCK_BYTES / size * 3.0, ts, model, unknown, np.array([300.0, 900.0]), 0.0, hours * 3600.0, 60.0)
     settings = HoldoutSettings(share=0.5, seed=2)
     run = SwitchbackRun(world, 15e9, 0.002, 600.0, node="n", settings=settings)
-    run._hedge.live = 0
-    rates = np.full((VARIANTS, hours * 60 + 1, 2), 1.0 / 600.0, np.float32)
-    rows = np.full((VARIANTS, len(ts)), 1.0 / 600.0, np.float32)
+    run._hedge.live = list(EXPERTS).index("hazard-prefetch")
+    # A use is seen coming five minutes ahead.
+    rates, rows = np.full((VARIANTS, hours * 60 + 1, 2), 1e-6, np.float32), np.full((VARIANTS, len(ts)), 1e-6, np.float32)
+    for at_s, number in zip(ts, model, strict=True):
+        rates[:, int((at_s - 300.0) // 60.0) : int(at_s // 60.0) + 1, number] = 1.0 / 60.0
     run.take(RateBlock(0.0, hours * 3600.0, 0, 0, rates, rows), np.arange(len(ts)))
     run.close()
     orders = run.log.orders[: run.log.filled[2]]

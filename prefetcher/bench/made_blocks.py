@@ -66,7 +66,7 @@ def make_blocks(rng: np.random.Generator, nodes: int = 16, days: int = 14, savin
         without_s=_sums(where, without, shape),
         with_s=_sums(where, fewer, shape) + _sums(*_more(rng, new), shape),
         shadow_s=_seen(rng, where, without, shape) + _sums(*_more(rng, rng.poisson(rate * 0.1)), shape),
-        rows=counts * 50.0 + rng.poisson(200.0, shape),
+        rows=(counts * 50.0 + rng.poisson(200.0, shape)).astype(np.float64),
     )
 
 
@@ -115,5 +115,4 @@ def _seen(rng: np.random.Generator, where: npt.NDArray[np.int64], seconds: Float
 
 
 def _sums(where: npt.NDArray[np.int64], seconds: Floats, shape: tuple[int, int]) -> Floats:
-    sums: Floats = np.bincount(where, seconds, shape[0] * shape[1]).reshape(shape)
-    return sums
+    return np.bincount(where, seconds, shape[0] * shape[1]).reshape(shape).astype(np.float64)
