@@ -64,7 +64,9 @@ def told(trace: Trace) -> list[RateBlock]:
     for k in range(int((trace.t1 - trace.t0) // HOUR) + 1):
         from_s = trace.t0 + k * HOUR
         first, last = np.searchsorted(trace.ts, (from_s, from_s + HOUR))
-        blocks.append(RateBlock(from_s, from_s + HOUR, int(first), 60 * k, at_tick[:, 60 * k : 60 * k + 61], after_row[:, first:last]))
+        # As `score_blocks` has them, whole: of slices, kernels are compiled once more.
+        rates = np.ascontiguousarray(at_tick[:, 60 * k : 60 * k + 61])
+        blocks.append(RateBlock(from_s, from_s + HOUR, int(first), 60 * k, rates, np.ascontiguousarray(after_row[:, first:last])))
     return blocks
 
 
