@@ -96,7 +96,7 @@ export function overTime(about, say) {
         s("line", { class: "grid", x1: LEFT, x2: LEFT + inner.w, y1: y(value), y2: y(value) }),
         s("text", { class: "axis", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, about.ratio ? percent(value) : number(value, 2)),
       ]),
-      ticks.map((tick) => s("text", { class: "axis", x: x(tick), y: height - 6, "text-anchor": "middle" },
+      ticks.map((tick) => s("text", { class: "axis", x: x(tick), y: height - 6, "text-anchor": x(tick) > width - 24 ? "end" : "middle" },
         step >= 86400 ? clock(tick, 0).slice(0, -9) : clock(tick, tick, false))),
       shapes,
       s("line", { class: "cursor", x1: at ? at.x : -9, x2: at ? at.x : -9, y1: TOP, y2: TOP + inner.h }))),

@@ -166,10 +166,9 @@ export function make(page) {
     const notes = [];
     if (!told.requests) notes.push("This process can't read requests by minute.");
     else if (told.notes.includes("counted_from")) notes.push(`Requests are counted since ${clock(whole_s, now, false)}.`);
-    if (!season
-      && forecast.behind === null) notes.push("What was forecast before is kept where the scheduler runs, so only what is ahead is drawn.");
-    else if (!season
-      && behind.length === 0) notes.push("Nothing was forecast of it in this time: tables of forecasts are made every five minutes.");
+    if (!season && !behind.length) {
+      notes.push("What was forecast before is not kept here: tables are made every five minutes, where the scheduler runs.");
+    }
     return h("section", { "data-key": "requests", "aria-labelledby": "requests-head" },
       h("h3", { id: "requests-head" }, "Requests, against what was forecast"),
       h("div", { class: "controls", "data-key": "controls" }, h("label", {}, "Look back ", h("select", { "data-field": "span" },
