@@ -51,9 +51,9 @@ class RoutesBody(BaseModel):
 
 
 class RoutesAnswer(BaseModel):
-    """An answer for each model, in their order."""
+    """An answer for each model."""
 
-    routes: list[RouteAnswer]
+    routes: list[RouteAnswer] = Field(description="in the order of the question")
 
 
 def add_routing(app: FastAPI, service: Service, access: Access) -> None:
@@ -72,15 +72,15 @@ def add_routing(app: FastAPI, service: Service, access: Access) -> None:
         response.headers.update(headers)
         return RouteAnswer.of(service.routes.route([model])[0])
 
+    body = {"schema": RoutesBody.model_json_schema(), "examples": {"example 1": {"value": {"models": ["llama-8b", "whisper"]}}}}
+
     @app.post(
         "/v1/route",
         response_model=RoutesAnswer,
         responses=PROBLEMS,
         dependencies=may_ask,
         summary="The nodes to send requests to for up to 100 models that are called at once, decided together",
-        openapi_extra={
-            "requestBody": {"required": True, "content": {"application/json": {"schema": RoutesBody.model_json_schema()}}},
-        },
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": body}}},
     )
     def routes(response: Response, raw: Annotated[bytes, Depends(_body)]) -> RoutesAnswer:
         response.headers.update(headers)

@@ -290,8 +290,8 @@ class Controller:
                 self._metrics.skipped.labels(what="request", reason="repeated_request_id").inc(taken.repeated)
             if len(taken.ticks):
                 self._rates = taken.at_tick[: len(WINDOWS_S), -1]
-            if caught_up:
-                self._place(now_s)
+                if caught_up:
+                    self._place(now_s)
             self._let_shadows_see(taken, now_s if caught_up else -np.inf)
             self.alive_s = self._clock.steady_s()
             self._metrics.learned.set(self._learner.traffic.rows)
