@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from prefetcher.bench.machine import describe_machine
-from prefetcher.bench.policies import PEERS
+from prefetcher.bench.policies import PEERS, SIMPLE
 from prefetcher.compiling import compile_aloud
 from prefetcher.errors import UsageError
 from prefetcher.replay.cluster import ClusterSimulation
@@ -42,12 +42,13 @@ def run(
     """Runs the points and writes `json_out`; `policy` and `trace` (comma-separated) run a part, `quick` the first point with few rivals.
 
     Figures: `geomean`, the geometric mean over the points of cold seconds of ours over the best rival's, rows whose model fits no node left
-    out; `geomean_all_rows`, the same with them; `geomean_held_over_best_peer` and `geomean_moved_over_best_peer` for GB·h held in host and
+    out; `geomean_all_rows`, the same with them; `geomean_over_best_simple`, over the best simple rival with our rules (victims as a set,
+    bypass, Smith's order, in every tier); `geomean_held_over_best_peer` and `geomean_moved_over_best_peer` for GB·h held in host and
     device memory and GB read from disk; `worst_point`.
     """
     if traces is None:
         raise UsageError("bench cluster needs --traces DIR")
-    names = [n for n in policy.split(",") if n] if policy else [*(RIVALS[:2] if quick else RIVALS), OURS]
+    names = [n for n in policy.split(",") if n] if policy else [*(RIVALS[:2] if quick else (*RIVALS, *SIMPLE)), OURS]
     only = set(trace.split(",")) if trace else None
     tell = say or (lambda text: print(text, flush=True))
     compile_aloud()
@@ -82,7 +83,8 @@ def _point(simulation: ClusterSimulation, trace: str, nodes: int, names: list[st
         mine = simulation.ours()
         keep(OURS, simulation.totals(OURS, mine.logs, mine.shadow))
     point: dict[str, Any] = {"trace": trace, "nodes": nodes, "policies": policies}
-    best = min((n for n in policies if n != OURS), key=lambda n: policies[n]["cold_seconds"], default=None)
+    peers = [n for n in policies if n in RIVALS]
+    best = min(peers, key=lambda n: policies[n]["cold_seconds"], default=None)
     point["best_peer"] = best
     for key, figure in (("over_best_peer", "cold_seconds"), ("held_over_best_peer", "held_gb_h"), ("moved_over_best_peer", "moved_gb")):
         point[key] = None
@@ -90,7 +92,11 @@ def _point(simulation: ClusterSimulation, trace: str, nodes: int, names: list[st
             point[key] = policies[OURS][figure] / policies[best][figure]
     point["all_rows_over_best_peer"] = None
     if OURS in policies and best is not None:
-        point["all_rows_over_best_peer"] = _all_rows(policies[OURS]) / min(_all_rows(policies[n]) for n in policies if n != OURS)
+        point["all_rows_over_best_peer"] = _all_rows(policies[OURS]) / min(_all_rows(policies[n]) for n in peers)
+    point["over_best_simple"] = None
+    simple = [policies[n]["cold_seconds"] for n in SIMPLE if n in policies]
+    if OURS in policies and simple:
+        point["over_best_simple"] = policies[OURS]["cold_seconds"] / min(simple)
     return point
 
 
@@ -117,6 +123,7 @@ def _figures(points: list[dict[str, Any]]) -> dict[str, float | None]:
     return {
         "geomean": _geomean([p["over_best_peer"] for p in points]),
         "geomean_all_rows": _geomean([p["all_rows_over_best_peer"] for p in points]),
+        "geomean_over_best_simple": _geomean([p["over_best_simple"] for p in points]),
         "worst_point": max((p["over_best_peer"] for p in points if p["over_best_peer"] is not None), default=None),
         "geomean_held_over_best_peer": _geomean([p["held_over_best_peer"] for p in points]),
         "geomean_moved_over_best_peer": _geomean([p["moved_over_best_peer"] for p in points]),
