@@ -55,7 +55,7 @@ class WindowUnpinBody(BaseModel):
 class WindowRollbackBody(BaseModel):
     """The windows of an earlier version are in force again."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"version": 3}]})
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"version": 1}]})
 
     version: Annotated[int, Field(ge=0, lt=2**53)] | None = Field(
         default=None, description="the version; without it, the last one that was different"
