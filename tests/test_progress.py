@@ -24,5 +24,6 @@ def test_on_a_terminal_a_bar_shows_the_step_and_goes_again() -> None:
     with shown_progress(Console(file=out, width=80, force_terminal=True), "reading") as progress:
         progress(0.5, "learning from it")
     said = out.getvalue()
-    assert "learning from it" in said and "50%" in said
+    assert "learning from it" in said
+    assert "50%" in said
     assert said.endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the bar's line is cleared"
