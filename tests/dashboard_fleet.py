@@ -18,9 +18,26 @@ from prefetcher.batch.runs import JobAbout, JobRecord, JobRun
 from prefetcher.clock import SystemClock
 from prefetcher.controller import records
 from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport, OrderRecord
-from prefetcher.core.types import Arm, Cause, DecisionId, DesiredWeights, ModelName, ModelVersion, NodeName, Order, Plan, Tier, WeightsKey
+from prefetcher.core.facts import Found
+from prefetcher.core.histogram import bins_of
+from prefetcher.core.totals import HOUR_S, Totals, TotalsKey
+from prefetcher.core.types import (
+    Arm,
+    Cause,
+    DecisionId,
+    DesiredWeights,
+    ModelName,
+    ModelVersion,
+    NodeName,
+    Order,
+    Outcome,
+    Plan,
+    Tier,
+    WeightsKey,
+)
 from prefetcher.ports import Acted, StateStore
 from prefetcher.process import Process, listen
+from prefetcher.report.sums import StoredLedger, encode_hour
 from prefetcher.telemetry.metrics import Metrics
 from prefetcher_connectors.memory import MemoryStreams
 
@@ -29,6 +46,10 @@ __all__ = ["Fleet", "served"]
 GB = 10**9
 _OUTCOMES = ("timely", "timely", "timely", "late", "useless", "displaced", "open", "failed")
 _CAUSES = ("forecast", "forecast", "forecast", "hint", "coactivation", "batch")
+
+
+def _reads(rng: np.random.Generator) -> dict[str, int]:
+    return {f"read:{number}": count for number, count in bins_of(rng.exponential(1.2, 6)).items()}
 
 
 def _job(name: str, what: str, every_s: float) -> JobAbout:
@@ -147,7 +168,7 @@ class Fleet:
             sources=(records.HintSource("chat-page", 80, 20, 0.8), records.HintSource("banner", 3, 97, 0.03)),
         )
         items[records.FORECASTS] = records.encode(forecasts)
-        items |= self._jobs(now_s)
+        items |= self._jobs(now_s) | self._sums(now_s)
         self.state.write(items)
         self.state.see(records.SCHEDULERS, "here", now_s)
 
@@ -173,6 +194,33 @@ class Fleet:
             int(self.sizes[model]),
             contributions=(("hazard", 0.7), ("hint", 0.2)),
         )
+
+    def _sums(self, now_s: float) -> dict[str, bytes]:
+        """What each node's ledger told of the last hours: one busy model each, with waits of first requests and stages."""
+        items: dict[str, bytes] = {}
+        last = int(now_s // HOUR_S)
+        for number, name in enumerate(self.node_names):
+            rng = np.random.default_rng((self.seed, number, 1))
+            model = ModelName(self.names[int(self._of_node[number][2])])
+            hours = range(last - 7, last + 1)
+            for hour in hours:
+                waits = bins_of(rng.exponential(0.15, 40))
+                rows = Totals(
+                    rows=40, found={Found.READY: 34, Found.ABSENT: 6}, wait_s=float(rng.uniform(1, 9)), waits=waits, first_waits=waits
+                )
+                outcomes = {Outcome.TIMELY: 3, Outcome.LATE: 1, Outcome.USELESS: int(rng.integers(0, 2)), Outcome.DISPLACED: 1}
+                ahead = Totals(
+                    orders=6, outcomes=outcomes, premature=1, saved_s=float(rng.uniform(2, 6)), moved_bytes=4 * GB, held_byte_s=4e13,
+                    idle_byte_s=float(rng.uniform(1e12, 2e13)), wasted_byte_s=8e11, stage_s={"read": 7.2}, stage_bins=_reads(rng),
+                )  # fmt: skip
+                told = [
+                    (TotalsKey(model, Cause.DEMAND, Arm.TREATED, hour), rows),
+                    (TotalsKey(model, Cause.FORECAST, Arm.TREATED, hour, "host", "hazard"), ahead),
+                ]
+                items[records.hour_key(name, hour, 0)] = encode_hour(told)
+            stored = StoredLedger(now_s, hours[0] * HOUR_S, 1, hours=[(hour, 0, hour) for hour in hours])
+            items[records.node_key(name, "sums")] = records.encode(stored)
+        return items
 
     def _jobs(self, now_s: float) -> dict[str, bytes]:
         known = [

@@ -170,6 +170,24 @@ def test_it_says_when_motion_is_not_wanted_and_follows_the_chosen_colours(browse
         assert page.evaluate(ground) == light
 
 
+# --- a whole fleet's figures ---
+
+
+def test_figures_are_the_reports_own(browser: Browser, url: str, fleet: Fleet) -> None:
+    with Visit(browser, f"{url}/?tab=worth&zone=utc") as page:
+        settled(page)
+        told = page.request.get(f"{url}/v1/report?since=24h&by=hour").json()
+        total = told["total"]
+        shown = page.locator("section[data-key='outcomes'] .legend").inner_text()
+        for name in ("hit", "late", "useless", "displaced"):
+            assert f"{name} {total[name]:,} (" in shown
+        assert f"of {total['first_waits']['count']:,} first requests" in page.locator("section[data-key='slo']").inner_text()
+        page.click("section[data-key='trend'] summary")
+        rows = page.locator("section[data-key='trend'] tbody tr").all_inner_texts()
+        by_hour = sorted(told["groups"], key=lambda group: float(group["name"]))
+        assert [int(row.split("\t")[1].replace(",", "")) for row in rows] == [group["figures"]["requests"] for group in by_hour]
+
+
 # --- what it loads ---
 
 
