@@ -7,13 +7,14 @@ which hours are closed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from prefetcher.parquet_files import write_table
 
 __all__ = ["MINUTES_AN_HOUR", "compact_day", "hour_path", "read_hour", "read_hours", "write_hour"]
 
@@ -84,22 +85,8 @@ def _write(path: Path, merged: MinuteRows) -> None:
     cells = sorted((minute, model, rows) for minute, models in merged.items() for model, rows in models.items())
     columns = [[cell[i] for cell in cells] for i in range(3)]
     table = pa.table([pa.array(column, kind.type) for column, kind in zip(columns, _SCHEMA, strict=True)], schema=_SCHEMA)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Two processes may write one hour while a partition moves.
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    write_table(path, table)
 
 
 def read_hour(path: Path) -> dict[int, dict[str, int]]:

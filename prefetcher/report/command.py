@@ -13,8 +13,9 @@ import msgspec
 from prefetcher.config import Settings
 from prefetcher.core.totals import Totals, TotalsKey
 from prefetcher.errors import PrefetcherError, UnavailableError, UsageError, shortened
+from prefetcher.parquet_files import write_table
 from prefetcher.report.messages import BY, Report
-from prefetcher.report.tables import Cell, orders_table, sums_table, write_table
+from prefetcher.report.tables import Cell, orders_table, sums_table
 from prefetcher.report.terminal import shown
 
 __all__ = ["Asked", "asked_of", "rebuilt"]

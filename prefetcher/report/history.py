@@ -15,9 +15,10 @@ import msgspec
 from prefetcher.controller import records
 from prefetcher.core.totals import HOUR_S, Totals
 from prefetcher.core.types import NodeName
+from prefetcher.parquet_files import write_table
 from prefetcher.ports import StateStore
 from prefetcher.report.sums import HourPart, StoredLedger, decode_hour
-from prefetcher.report.tables import Cell, hour_file, read_hours, sums_table, write_table
+from prefetcher.report.tables import Cell, hour_file, read_hours, sums_table
 from prefetcher.telemetry.logs import log
 
 __all__ = ["copy_hours"]

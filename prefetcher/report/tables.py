@@ -7,7 +7,6 @@ are settled (`report.history`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +20,7 @@ from prefetcher.core.totals import HOUR_S, Totals, TotalsKey
 from prefetcher.core.types import Arm, Cause, ModelName
 from prefetcher.errors import InputError
 
-__all__ = ["ORDERS", "SUMS", "Cell", "hour_file", "orders_table", "read_hours", "read_sums", "sums_table", "write_table"]
+__all__ = ["ORDERS", "SUMS", "Cell", "hour_file", "orders_table", "read_hours", "read_sums", "sums_table"]
 
 #: Where a sum belongs: node, part of its hour, key.
 Cell = tuple[str, int, TotalsKey]
@@ -132,22 +131,3 @@ def read_hours(folder: Path, hours: Sequence[int] | None = None) -> dict[Cell, T
         except (pa.ArrowException, KeyError, ValueError, msgspec.ValidationError) as exc:
             raise InputError(f"is no hour of a ledger: {str(exc).splitlines()[0]}; move it away", path=str(path)) from exc
     return found
-
-
-def write_table(path: Path, table: Any) -> None:
-    """Writes a file; it is on the disk, whole, when this returns. Raises OSError, and leaves what was there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            pq.write_table(table, file, compression="zstd")
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
