@@ -170,15 +170,15 @@ function answers() {
   const told = overview;
   if (!told) return {};
   const { nodes, findings, jobs: work, models } = told;
-  const waiting = told.waited_for ? `, ${whole(told.waited_for)} of them waited for` : "";
+  const waiting = told.waited_for ? `, ${whole(told.waited_for)} waited for` : "";
   const found = [findings.bad ? count(findings.bad, "fault") : "", findings.warn ? count(findings.warn, "warning") : ""].filter(Boolean);
   return {
     worth: made.worth?.answer() || ["…", "asking for the report"],
     now: nodes.reporting === 0
       ? ["No node reports", nodes.away_in_all ? `${count(nodes.away_in_all, "node")} silent` : "start an agent"]
-      : [told.moving ? `${count(told.moving, "load")} under way` : "Nothing loads",
+      : [told.moving ? `${count(told.moving, "load")} under way${waiting}` : "Nothing loads",
         `${count(nodes.reporting, "node")}${nodes.away_in_all ? `, ${nodes.away_in_all} away` : ""}; ` +
-        `${percent(told.memory.taken_bytes / Math.max(1, told.memory.budget_bytes))} of ${size(told.memory.budget_bytes)} taken${waiting}`],
+        `${percent(told.memory.taken_bytes / Math.max(1, told.memory.budget_bytes))} of ${size(told.memory.budget_bytes)} taken`],
     why: chosen.model ? [chosen.model, "requests, forecast, orders"]
       : ["Look a model up", `${whole(models.ready)} of ${count(models.known, "model")} in memory`],
     wrong: findings.in_all

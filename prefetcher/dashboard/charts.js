@@ -179,7 +179,7 @@ export function waitScale(marks, limit, label) {
       limit ? h("span", { class: "within", style: `width: ${at(limit)}` }) : null,
       marks.filter((mark) => mark.value !== null && mark.value !== undefined).map((mark, i) =>
         h("span", { class: `point${limit && mark.value > limit ? " over" : ""}`, style: `left: ${at(mark.value)}` },
-          h("b", { class: `${i % 2 ? "below" : ""}${side(mark.value)}` }, mark.name))),
+          h("b", { class: `${["", "below", "higher"][i % 3]}${side(mark.value)}` }, mark.name))),
       limit ? h("span", { class: "promise", style: `left: ${at(limit)}` }) : null),
     h("div", { class: "ticks" }, [0.001, 0.01, 0.1, 1, 10, 60,
       600].map((tick) => h("span", { class: side(tick), style: `left: ${at(tick)}` }, span(tick)))));

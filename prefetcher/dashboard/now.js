@@ -6,6 +6,8 @@ import { ago, cause, count, moment, percent, size, span, whole } from "./format.
 
 export const marks = ["nodes", "moves"];
 const LIMIT = 25;
+/** A report is a second old, and gone after five. */
+const OLD_S = 4.5;
 const MOVES = 12;
 const STATES = [
   ["leased", "leased now"], ["pinned", "pinned"], ["used", "used before"], ["early", "brought ahead, not used yet"],
@@ -113,7 +115,7 @@ export function make(page) {
       cells: [
         h("span", {}, node.node, modes[node.mode] ? [" ", modes[node.mode]] : null,
           node.group ? h("span", { class: "small line" }, node.group) : null,
-          now - node.at_s > 3 ? h("span", { class: "small line" }, `told ${ago(node.at_s, now)}`) : null),
+          now - node.at_s > OLD_S ? h("span", { class: "small line" }, `told ${ago(node.at_s, now)}`) : null),
         tierView(host, node.moving),
         ...(withDevice ? [device ? tierView(device, 0) : h("span", { class: "small" }, "none reported")] : []),
         h("span", {}, count(node.disk.models, "model"), h("span", { class: "small line" }, size(node.disk.bytes))),
