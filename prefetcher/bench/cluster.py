@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -87,31 +88,25 @@ def _point(simulation: ClusterSimulation, trace: str, nodes: int, names: list[st
     best = min(peers, key=lambda n: policies[n]["cold_seconds"], default=None)
     point["best_peer"] = best
     for key, figure in (("over_best_peer", "cold_seconds"), ("held_over_best_peer", "held_gb_h"), ("moved_over_best_peer", "moved_gb")):
-        point[key] = None
-        if OURS in policies and best is not None and policies[best][figure] > 0.0:
-            point[key] = policies[OURS][figure] / policies[best][figure]
-    point["all_rows_over_best_peer"] = None
-    if OURS in policies and best is not None:
-        point["all_rows_over_best_peer"] = _all_rows(policies[OURS]) / min(_all_rows(policies[n]) for n in peers)
-    point["over_best_simple"] = None
-    simple = [policies[n]["cold_seconds"] for n in SIMPLE if n in policies]
-    if OURS in policies and simple:
-        point["over_best_simple"] = policies[OURS]["cold_seconds"] / min(simple)
+        point[key] = _over(policies, best, itemgetter(figure))
+    point["all_rows_over_best_peer"] = max(
+        (r for n in peers if (r := _over(policies, n, lambda e: e["cold_seconds"] + e["unfit"]["cold_seconds"])) is not None), default=None
+    )
+    point["over_best_simple"] = max((r for n in SIMPLE if (r := _over(policies, n, lambda e: e["cold_seconds"])) is not None), default=None)
     return point
 
 
-def _all_rows(entry: dict[str, Any]) -> float:
-    return float(entry["cold_seconds"] + entry["unfit"]["cold_seconds"])
+def _over(policies: dict[str, dict[str, Any]], rival: str | None, figure: Callable[[dict[str, Any]], float]) -> float | None:
+    """Ours over a rival; None where one of them was not run, or the rival has none of it."""
+    if rival not in policies or OURS not in policies or figure(policies[rival]) <= 0.0:
+        return None
+    return figure(policies[OURS]) / figure(policies[rival])
 
 
 def _peers(points: list[dict[str, Any]]) -> dict[str, float | None]:
     """Of each rival: ours over it, the geometric mean over the points that ran both."""
-    out: dict[str, float | None] = {}
-    for name in RIVALS:
-        of = [p["policies"] for p in points if name in p["policies"] and OURS in p["policies"]]
-        if of:
-            out[name] = _geomean([p[OURS]["cold_seconds"] / p[name]["cold_seconds"] for p in of])
-    return out
+    over = {name: [_over(p["policies"], name, lambda entry: entry["cold_seconds"]) for p in points] for name in RIVALS}
+    return {name: _geomean(ratios) for name, ratios in over.items() if any(r is not None for r in ratios)}
 
 
 def _geomean(ratios: list[float | None]) -> float | None:
