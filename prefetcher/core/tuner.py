@@ -79,7 +79,7 @@ class TunerSettings:
     hysteresis: float = 0.002
     settle_periods: int = 6
     certainty: float = 1.0
-    certainty_alone: float = 2.0
+    certainty_alone: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,12 @@ class WindowTuner:
         self._candidates = tuple(candidates)
         self.dual_price = 0.0
         self._tightness = 1.0
+        #: What each candidate would have cost as the window of all, and squares of differences between each two: float64[candidates, 3] and
+        #: float64[candidates, candidates], whatever the segments are.
+        self._of_all = np.zeros((len(self._candidates), 3))
+        self._of_all_squares = np.zeros((len(self._candidates), len(self._candidates)))
+        self._of_all_s = 0.0
+        self._of_all_periods = 0
         self._begin(book)
 
     def _begin(self, book: WindowBook) -> None:
@@ -210,6 +216,10 @@ class WindowTuner:
         self._together_squares = fade**2 * self._together_squares + (seconds[-1] - seconds[:-1]) ** 2
         self._together_s = fade * self._together_s + period_s
         self._together_periods += 1
+        self._of_all = fade * self._of_all + together
+        self._of_all_squares = fade**2 * self._of_all_squares + (seconds[:-1, np.newaxis] - seconds[np.newaxis, :-1]) ** 2
+        self._of_all_s = fade * self._of_all_s + period_s
+        self._of_all_periods += 1
 
     # --- the choice ---
 
@@ -222,15 +232,22 @@ class WindowTuner:
         return self.windows[s].index(self.book.entries[s].window)
 
     def _decide_together(self, now_s: float) -> list[Decision]:
-        """The moves of all segments to one window, where that would have cost less than what was in force since it last changed."""
-        if self._together_periods < self.settings.settle_periods:
+        """The moves of all segments to one window. If all have one of the candidates now, its cost is known for as long as the others' are;
+        else that of what is in force, since it last changed."""
+        costs, squares, weight_s, periods = self._together[:-1], self._together_squares, self._together_s, self._together_periods
+        in_force, windows = self._together[-1], {entry.window for entry in self.book.entries}
+        if len(windows) == 1 and (window := next(iter(windows))) in self._candidates:
+            live = self._candidates.index(window)
+            costs, squares, weight_s, periods = self._of_all, self._of_all_squares[live], self._of_all_s, self._of_all_periods
+            in_force = costs[live]
+        if periods < self.settings.settle_periods:
             return []
-        seconds = self._seconds(self._together)
-        best = int(np.argmin(seconds[:-1]))
-        gain, chance = float(seconds[-1] - seconds[best]), self.settings.certainty * math.sqrt(float(self._together_squares[best]))
-        if gain <= max(self.settings.hysteresis * float(seconds[-1]), chance):
+        seconds, now_costs_s = self._seconds(costs), float(self._seconds(in_force))
+        best = int(np.argmin(seconds))
+        gain, chance = now_costs_s - float(seconds[best]), self.settings.certainty * math.sqrt(float(squares[best]))
+        if gain <= max(self.settings.hysteresis * now_costs_s, chance):
             return []
-        old, new = (Cost(*(float(v) for v in self._together[k])) for k in (-1, best))
+        old, new = (Cost(*(float(v) for v in of)) for of in (in_force, costs[best]))
         window = self._candidates[best]
         return [
             Decision(
@@ -240,9 +257,9 @@ class WindowTuner:
                 at_s=now_s,
                 old_cost=old,
                 new_cost=new,
-                periods=self._together_periods,
+                periods=periods,
                 dual_price=self.dual_price,
-                why=f"all segments together, {_why(entry.window, old, new, self._together_s, self.dual_price)}",
+                why=f"all segments together, {_why(entry.window, old, new, weight_s, self.dual_price)}",
             )
             for entry in self.book.entries
             if not entry.pinned and entry.window != window
@@ -317,6 +334,10 @@ class WindowTuner:
             "together_squares": self._together_squares.tolist(),
             "together_s": self._together_s,
             "together_periods": self._together_periods,
+            "of_all": self._of_all.tolist(),
+            "of_all_squares": self._of_all_squares.tolist(),
+            "of_all_s": self._of_all_s,
+            "of_all_periods": self._of_all_periods,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -330,6 +351,9 @@ class WindowTuner:
             if costs.shape != self._costs.shape or squares.shape != self._squares.shape:
                 raise ValueError(f"costs of shape {costs.shape}, expected {self._costs.shape}")
             together, together_squares = (np.array(state[name], np.float64) for name in ("together", "together_squares"))
+            of_all, of_all_squares = (np.array(state[name], np.float64) for name in ("of_all", "of_all_squares"))
+            if of_all.shape != self._of_all.shape or of_all_squares.shape != self._of_all_squares.shape:
+                raise ValueError(f"costs of all of shape {of_all.shape}, expected {self._of_all.shape}")
             if together.shape != self._together.shape or together_squares.shape != self._together_squares.shape:
                 raise ValueError(f"costs together of shape {together.shape}, expected {self._together.shape}")
             if any(self.book.entries[s].window not in row for s, row in enumerate(windows)):
@@ -338,6 +362,8 @@ class WindowTuner:
             self._weight_s, self._periods = float(state["weight_s"]), int(state["periods"])
             self.dual_price, self._tightness = float(state["dual_price"]), float(state["tightness"])
             self._together, self._together_squares = together, together_squares
+            self._of_all, self._of_all_squares = of_all, of_all_squares
+            self._of_all_s, self._of_all_periods = float(state["of_all_s"]), int(state["of_all_periods"])
             self._together_s, self._together_periods = float(state["together_s"]), int(state["together_periods"])
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"is no state of the tuner of windows: {error}; let it begin anew") from error
