@@ -173,7 +173,9 @@ class WindowTuner:
         """Other segments from here on. Each begins with the window of the only segment that there was, else with that of the rest; evidence
         begins anew."""
         window = self.book.entries[0].window if len(self.book.entries) == 1 else self.book.rest
-        entries = tuple(BookEntry(segment, window, now_s, "as before the models were told apart") for segment in segments)
+        said = self.book.entries[0].why if len(self.book.entries) == 1 else ""
+        why = "as before the models were told apart" + (f": {said}" if said else "")
+        entries = tuple(BookEntry(segment, window, now_s, why) for segment in segments)
         self._begin(replace(self.book, entries=entries, rest=window, version=self.book.version + 1))
 
     def learn(self, costs: Floats, in_force: Floats, period_s: float, now_s: float, together: Floats | None = None) -> list[Decision]:
@@ -248,7 +250,7 @@ class WindowTuner:
         if gain <= max(self.settings.hysteresis * now_costs_s, chance):
             return []
         old, new = (Cost(*(float(v) for v in of)) for of in (in_force, costs[best]))
-        window = self._candidates[best]
+        window, together = self._candidates[best], "all segments together, " if len(self.book.entries) > 1 else ""
         return [
             Decision(
                 segment=entry.segment.name,
@@ -259,7 +261,7 @@ class WindowTuner:
                 new_cost=new,
                 periods=periods,
                 dual_price=self.dual_price,
-                why=f"all segments together, {_why(entry.window, old, new, weight_s, self.dual_price)}",
+                why=together + _why(entry.window, old, new, weight_s, self.dual_price),
             )
             for entry in self.book.entries
             if not entry.pinned and entry.window != window
