@@ -99,6 +99,7 @@ class ExperimentView:
             self.known = decode_experiment(raw)
             self._problem = ""
         except ValueError as exc:
+            self._remembered.refuse(EXPERIMENT)
             if str(exc) != self._problem:
                 log().error("experiment_unreadable", reason=str(exc), then="the last one stands; remove the key to begin anew")
             self._problem = str(exc)

@@ -1,7 +1,8 @@
 """What people said by hand survives a state server that forgot everything: whoever read it last writes it back.
 
 Nothing deletes switches and pins (an empty list of pins is written as one), so that a key that was there and is not any more went with the
-server's memory. A key that somebody wrote meanwhile is left as it is. Covers neither what the records say nor plans and reports, which are
+server's memory. A key that somebody wrote meanwhile is left as it is, and a record that is none is not written back: what could be read
+before it is. Covers neither what the records say nor plans and reports, which are
 written again by themselves.
 """
 
@@ -21,6 +22,8 @@ class Remembered:
     def __init__(self, state: StateStore) -> None:
         self._state = state
         self._last: dict[str, bytes] = {}
+        #: What stood under a key before its last value.
+        self._before: dict[str, bytes] = {}
 
     def look(self, keys: Sequence[str], found: Sequence[bytes | None]) -> list[bytes | None]:
         """`found` is what was read under `keys` just now; returned with what went missing, after that was written back.
@@ -30,8 +33,18 @@ class Remembered:
         """
         return [self._last_of(key, raw) for key, raw in zip(keys, found, strict=True)]
 
+    def refuse(self, key: str) -> None:
+        """What `look` found under `key` last is no record: should it be removed, the value before it is written back, if there was one."""
+        self._last.pop(key, None)
+        before = self._before.pop(key, None)
+        if before is not None:
+            self._last[key] = before
+
     def _last_of(self, key: str, raw: bytes | None) -> bytes | None:
         if raw is not None:
+            last = self._last.get(key)
+            if last is not None and last != raw:
+                self._before[key] = last
             self._last[key] = raw
             return raw
         last = self._last.get(key)

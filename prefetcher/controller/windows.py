@@ -28,6 +28,7 @@ WINDOW_EVENTS = "prefetcher:{controller}:window-events"
 WINDOW_FACTS = "prefetcher:{controller}:window-facts"
 #: Books that can be gone back to, and events that are told; a change a day fills them in a season and in three years.
 _BOOKS_KEPT = 90
+_REMOVE = f"remove the key {WINDOWS}: the last windows that could be read are put back, or the default ones where no process knows any"
 EVENTS_KEPT = 1_000
 _TRIES = 50
 
@@ -75,7 +76,17 @@ def _decoded(raw: bytes | None) -> tuple[BooksRecord, WindowBook]:
         book = WindowBook()
         return BooksRecord(book.to_json()), book
     record = records.decode(raw, _books)
-    return record, WindowBook.from_json(record.book)
+    book = WindowBook.from_json(record.book)
+    # An earlier book that is none can't be gone back to; that is no reason to lose the one in force.
+    return msgspec.structs.replace(record, before=tuple(each for each in record.before if _is_book(each))), book
+
+
+def _is_book(said: Any) -> bool:
+    try:
+        WindowBook.from_json(said)
+    except InputError:
+        return False
+    return True
 
 
 class WindowShelf:
@@ -97,7 +108,7 @@ class WindowShelf:
         try:
             record, book = _decoded(raw)
         except (ValueError, InputError) as exc:
-            raise InputError(f"{exc}; remove the key {WINDOWS} to begin with the default windows") from exc
+            raise InputError(f"{exc}; {_REMOVE}") from exc
         return book, record
 
     def events(self, count: int = EVENTS_KEPT) -> list[WindowEvent]:
@@ -257,18 +268,20 @@ def _differences(
 
 
 class WindowView:
-    """What one process knows of windows and of models' facts; `table` for one thread, `look` for that thread too."""
+    """What one process knows of windows and of models' facts, and what can't be read of them (`problem`); for one thread. `logs`: the log
+    says so too, once."""
 
-    def __init__(self, state: StateStore) -> None:
+    def __init__(self, state: StateStore, *, logs: bool = True) -> None:
         self._state = state
+        self._logs = logs
         self._remembered = Remembered(state)
-        self._problem = ""
+        self.problem = ""
         self._raw: list[bytes | None] = []
         self._facts: dict[str, tuple[float, float, float]] = {}
         self.book = WindowBook()
 
     def look(self) -> bool:
-        """Reads the records, and whether they are others than before; while they can't be read, the last ones stand.
+        """Reads the records, and whether they are others than before; while one can't be read, its last value stands.
 
         Raises:
             UnavailableError: the state store does not answer.
@@ -277,16 +290,25 @@ class WindowView:
         found = self._remembered.look(keys, self._state.read_many(keys))
         if found == self._raw:
             return False
+        book, facts, problems = self.book, self._facts, []
         try:
             _, book = _decoded(found[0])
-            facts = {} if found[1] is None else records.decode(found[1], _facts)
         except (ValueError, InputError) as exc:
-            if str(exc) != self._problem:
-                log().error("windows_unreadable", reason=str(exc), then="the last ones stand; remove the keys to begin anew")
-            self._problem = str(exc)
-            return False
-        self._problem, self._raw, self.book, self._facts = "", found, book, facts
-        return True
+            self._remembered.refuse(WINDOWS)
+            problems.append(f"{exc}; {_REMOVE}")
+        try:
+            facts = {} if found[1] is None else records.decode(found[1], _facts)
+        except ValueError as exc:
+            self._remembered.refuse(WINDOW_FACTS)
+            problems.append(f"facts of models: {exc}; the next run of tune-windows writes them anew")
+        problem = "; ".join(problems)
+        if problem and problem != self.problem and self._logs:
+            log().error("windows_unreadable", reason=problem, then="the last ones stand")
+        changed = (book, facts) != (self.book, self._facts)
+        # What can't be read is looked at again, so that its removal does not bring it back.
+        self._raw = [] if problem else found
+        self.problem, self.book, self._facts = problem, book, facts
+        return changed or not problem
 
     @property
     def is_plain(self) -> bool:

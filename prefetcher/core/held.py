@@ -43,15 +43,15 @@ class HeldEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         """One copy at a time lies there: model, version, tier."""
         return self.model, self.version, self.tier
 
-    def memory(self, until_s: float) -> Iterator[tuple[TotalsKey, dict[str, float]]]:
-        """By key of each hour, what `Totals` gain by this memory if it is given back at `until_s`."""
+    def memory(self, until_s: float, hours: range | None = None) -> Iterator[tuple[TotalsKey, dict[str, float]]]:
+        """By key of each hour of `hours` (None: all), what `Totals` gain by this memory if it is given back at `until_s`."""
         last_s = until_s if self.in_use else self.last_use_s
         idle_from_s = self.start_s if last_s is None else last_s
         wasted = self.guessed and last_s is None
-        idle, early = dict(by_hour(idle_from_s, until_s)), {}
+        idle, early = dict(by_hour(idle_from_s, until_s, hours)), {}
         if self.early_from_s is not None and last_s is None:
-            early = dict(by_hour(self.early_from_s, until_s))
-        for hour, seconds in by_hour(self.start_s, until_s):
+            early = dict(by_hour(self.early_from_s, until_s, hours))
+        for hour, seconds in by_hour(self.start_s, until_s, hours):
             amounts = {"held_byte_s": self.bytes * seconds}
             if hour in idle:
                 amounts["idle_byte_s"] = self.bytes * idle[hour]
@@ -65,9 +65,12 @@ class HeldEntry(msgspec.Struct, frozen=True, omit_defaults=True):
         return TotalsKey(self.model, self.cause, self.arm, hour, self.tier, self.predictor, self.source)
 
 
-def by_hour(start_s: float, end_s: float) -> Iterator[tuple[int, float]]:
-    """The hours that [start_s, end_s) lies in, with the seconds of each; nothing where it is empty."""
+def by_hour(start_s: float, end_s: float, hours: range | None = None) -> Iterator[tuple[int, float]]:
+    """The hours that [start_s, end_s) lies in, with the seconds of each, of `hours` alone where those are given; nothing where it is
+    empty."""
     at_s = start_s
+    if hours is not None:
+        at_s, end_s = max(start_s, hours.start * HOUR_S), min(end_s, hours.stop * HOUR_S)
     while at_s < end_s:
         hour = int(at_s // HOUR_S)
         next_s = min((hour + 1) * HOUR_S, end_s)
@@ -81,10 +84,10 @@ def add_memory(add: Callable[..., None], key: TotalsKey, what: str, start_s: flo
         add(key._replace(hour=hour), **{what: size_bytes * seconds})
 
 
-def provisional(held: Iterable[HeldEntry], at_s: float) -> dict[TotalsKey, Totals]:
-    """What memory that is still held adds to the sums of each key, as of `at_s`."""
+def provisional(held: Iterable[HeldEntry], at_s: float, hours: range | None = None) -> dict[TotalsKey, Totals]:
+    """What memory that is still held adds to the sums of each key, as of `at_s`, in `hours` (None: all)."""
     sums: dict[TotalsKey, Totals] = {}
     for entry in held:
-        for key, amounts in entry.memory(at_s):
+        for key, amounts in entry.memory(at_s, hours):
             add_amounts(sums.setdefault(key, Totals()), amounts)
     return sums

@@ -66,7 +66,7 @@ def told(service: Service, view: View, model: str, span_s: float) -> dict[str, A
         "forecast": _forecast(service, model, begin_s, now_s, bin_s, chances, notes),
         "chances": chances,
         "where": _where(view, model, here),
-        "window": _window(service, view, model),
+        "window": _window(service, view, model, notes),
         "orders": _with_expected(service, orders),
         "notes": notes,
     }
@@ -153,10 +153,12 @@ def _forecast(
 # --- its window, where it is, and its orders ---
 
 
-def _window(service: Service, view: View, model: str) -> dict[str, Any]:
+def _window(service: Service, view: View, model: str, notes: list[str]) -> dict[str, Any]:
     """The window in force for it, by the segment that holds it."""
-    reader = WindowView(service.state)
+    reader = WindowView(service.state, logs=False)
     reader.look()
+    if reader.problem:
+        notes.append(f"Its window can't be read: {reader.problem}")
     size = next((known.bytes for report in view.reports.values() for known in report.known if known.model == model), 0)
     number = int(reader.book.segment_numbers(reader.facts([(model, float(size))]))[0])
     entry = None if number < 0 else reader.book.entries[number]

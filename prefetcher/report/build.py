@@ -217,17 +217,17 @@ class _Shadow:
                     cell = self._cells.setdefault((node, key.hour), ShadowSum(shadow_s=known[key.hour]))
                     cell.requests += totals.rows
                     cell.cold_s += totals.wait_s
+        self._groups: dict[tuple[str, str], list[ShadowSum]] = {}
+        for (node, hour), cell in self._cells.items():
+            self._groups.setdefault(("node", node), []).append(cell)
+            self._groups.setdefault(("hour", str(hour * int(HOUR_S))), []).append(cell)
 
     def all(self) -> ShadowSum | None:
         return self._sum(self._cells.values())
 
     def of(self, by: str, name: str) -> ShadowSum | None:
         """Of a node, or of an hour; shadows tell no more apart."""
-        if by == "node":
-            return self._sum(cell for (node, _), cell in self._cells.items() if node == name)
-        if by == "hour":
-            return self._sum(cell for (_, hour), cell in self._cells.items() if hour * int(HOUR_S) == int(name))
-        return None
+        return self._sum(self._groups.get((by, name), ()))
 
     def _sum(self, cells: Iterable[ShadowSum]) -> ShadowSum | None:
         known = list(cells)

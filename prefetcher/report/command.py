@@ -83,6 +83,8 @@ def rebuilt(settings: Settings, asked: Asked) -> str:
     now_s = clock_of(settings).now_s()
     until_s = now_s if asked.until is None else time_of(asked.until, now_s, "until")
     since_s = time_of(asked.since, now_s, "since") or None
+    if since_s is not None and since_s >= until_s:
+        raise UsageError(f"since ({asked.since}) must lie before until ({asked.until or 'now'})")
     streams = open_streams(settings)
     try:
         streams.prepare()

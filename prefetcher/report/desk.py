@@ -1,7 +1,7 @@
 """Reports on demand, for whoever answers: reads what there is, and builds.
 
-What was read is kept for a second, and an answer for a second, or twenty times as long as it took to make: a page that is open in many
-windows asks once, and reports of many nodes take a twentieth of a process at most. Safe for threads. Covers no routes.
+What was read is kept for a second, and an answer for a second, or twenty times as long as it took to make, a minute at most: a page that is
+open in many windows asks once, and reports of many nodes take little of a process. Safe for threads. Covers no routes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = ["ReportDesk", "time_of"]
 #: Real seconds.
 _FRESH_S = 1.0
 _SHARE = 20.0
+_LONGEST_S = 60.0
 _MOST_ANSWERS = 32
 _SPAN = re.compile(r"^(\d+(?:\.\d+)?)(s|min|m|h|d|w)$")
 _UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
@@ -44,7 +45,8 @@ def time_of(text: str, now_s: float, what: str) -> float:
     """
     span = _SPAN.match(text.strip())
     if span is not None:
-        return now_s - float(span[1]) * _UNITS[span[2]]
+        # Nothing was there before 1970, however large the span.
+        return max(0.0, now_s - float(span[1]) * _UNITS[span[2]])
     try:
         found = float(text)
     except ValueError:
@@ -91,7 +93,7 @@ class ReportDesk:
         with self._guard:
             self._answers = {of: each for of, each in self._answers.items() if now_s < each[0]}
             if len(self._answers) < _MOST_ANSWERS:
-                self._answers[asked] = (now_s + max(_FRESH_S, _SHARE * (now_s - began_s)), report)
+                self._answers[asked] = (now_s + min(max(_FRESH_S, _SHARE * (now_s - began_s)), _LONGEST_S), report)
         return report
 
     def _real_s(self) -> float:
@@ -111,7 +113,7 @@ class ReportDesk:
         until_s = now_s if until is None else time_of(until, now_s, "until")
         since_s = None if since is None else time_of(since, now_s, "since") or None
         if since_s is not None and since_s >= until_s:
-            raise UsageError("since must lie before until")
+            raise UsageError(f"since ({shortened(str(since))}) must lie before until ({shortened(until or 'now')})")
         return Question(until_s, since_s, by, most, self._settings.slo_under_s, self._settings.slo_target_ratio)
 
     def _nodes(self, hours: range | None) -> Found:

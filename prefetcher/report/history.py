@@ -17,7 +17,7 @@ from prefetcher.core.totals import HOUR_S, Totals
 from prefetcher.core.types import NodeName
 from prefetcher.parquet_files import write_table
 from prefetcher.ports import StateStore
-from prefetcher.report.sums import HourPart, StoredLedger, decode_hour
+from prefetcher.report.sums import HourPart, decode_hour, decode_ledger
 from prefetcher.report.tables import Cell, hour_file, read_hours, sums_table
 from prefetcher.telemetry.logs import log
 
@@ -26,7 +26,6 @@ __all__ = ["copy_hours"]
 #: Agents keep hours for six; those whose topic was away keep them longer.
 _SETTLED_H = 12
 _NOTE = "copied.json"
-_stored = msgspec.json.Decoder(StoredLedger)
 _Copied = dict[str, dict[HourPart, int]]
 _notes = msgspec.json.Decoder(dict[str, list[tuple[int, int, int]]])
 
@@ -46,7 +45,7 @@ def copy_hours(state: StateStore, folder: Path, now_s: float, on_hour: Callable[
     for name in map(NodeName, state.members(records.NODES, 0.0)):
         raw = state.read(records.node_key(name, "sums"))
         try:
-            stored = None if raw is None else records.decode(raw, _stored)
+            stored = None if raw is None else decode_ledger(raw)
         except ValueError as exc:
             log().error("ledger_unreadable", node=name, reason=str(exc), then="its hours are not copied into the history")
             continue

@@ -10,22 +10,19 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
-
 from prefetcher.controller import records
 from prefetcher.core.totals import HOUR_S, Totals, TotalsKey
 from prefetcher.core.types import NodeName
 from prefetcher.errors import InputError
 from prefetcher.ports import StateStore
 from prefetcher.report.messages import MissingNode
-from prefetcher.report.sums import FORMAT, HourPart, NodeSums, StoredLedger, decode_hour
+from prefetcher.report.sums import HourPart, NodeSums, StoredLedger, decode_hour, decode_ledger
 from prefetcher.report.tables import read_hours
 
 __all__ = ["Found", "read_nodes"]
 
 #: Keys that are asked for at once.
 _AT_ONCE = 500
-_stored = msgspec.json.Decoder(StoredLedger)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ def read_nodes(state: StateStore, history: Path | None, hours: range | None, now
         past = found.get(name)
         stored = None
         try:
-            stored = None if raw is None else _decode(raw)
+            stored = None if raw is None else decode_ledger(raw)
         except ValueError as exc:
             missing.append(MissingNode(name, f"what it told can't be read ({exc}); look after its agent"))
         if stored is None:
@@ -81,7 +78,7 @@ def _node(
     state: StateStore, name: NodeName, stored: StoredLedger, hours: range | None, past: NodeSums | None
 ) -> tuple[NodeSums, list[int]]:
     """The node's sums, and the hours that it told of and that are nowhere."""
-    wanted: list[HourPart] = sorted((hour, part) for hour, part, _ in stored.hours if hours is None or hour in hours)
+    wanted: list[HourPart] = sorted({(hour, part) for hour, part, _ in stored.hours if hours is None or hour in hours})
     raw = _read(state, [records.hour_key(name, hour, part) for hour, part in wanted])
     read: dict[HourPart, list[tuple[TotalsKey, Totals]]] = {}
     known = set() if past is None else {(key.hour, part) for part, key in past.sums}
@@ -89,8 +86,10 @@ def _node(
     for place, item in zip(wanted, raw, strict=True):
         try:
             if item is not None:
-                read[place] = decode_hour(item)
-                continue
+                sums = decode_hour(item)
+                if all(key.hour == place[0] for key, _ in sums):
+                    read[place] = sums
+                    continue
         except ValueError:
             pass
         if place not in known:
@@ -100,13 +99,6 @@ def _node(
         node.sums = past.sums | node.sums
         node.since_s = min(node.since_s, past.since_s)
     return node, gone
-
-
-def _decode(raw: bytes) -> StoredLedger:
-    stored = records.decode(raw, _stored)
-    if stored.format > FORMAT:
-        raise ValueError(f"format {stored.format}, this program reads up to {FORMAT}")
-    return stored
 
 
 def _read(state: StateStore, keys: Sequence[str]) -> list[bytes | None]:

@@ -15,9 +15,9 @@ from operator import itemgetter
 import msgspec
 
 from prefetcher.core.held import HeldEntry, provisional
-from prefetcher.core.totals import Totals, TotalsKey, sum_totals
+from prefetcher.core.totals import HOUR_S, Totals, TotalsKey, sum_totals
 
-__all__ = ["FORMAT", "HourPart", "LedgerPart", "NodeSums", "StoredLedger", "decode_hour", "encode_hour"]
+__all__ = ["FORMAT", "HourPart", "LedgerPart", "NodeSums", "StoredLedger", "decode_hour", "decode_ledger", "encode_hour"]
 
 #: Of parts and of records; a reader takes every format up to its own.
 FORMAT = 1
@@ -58,9 +58,40 @@ class StoredLedger(msgspec.Struct, omit_defaults=True):
 
 
 _first = itemgetter(0)
+_ledgers = msgspec.json.Decoder(StoredLedger)
 _hours = msgspec.json.Decoder(list[tuple[TotalsKey, Totals]])
+#: Times that are none (the year 5138), and memory that nobody holds for so long, would take for ever to be split by hours.
+_LAST_S = 1e11
+_LONGEST_HELD_S = 10 * 366 * 86_400.0
 #: No hour of a node is larger; what is was made to be.
 _MOST_BYTES = 256_000_000
+
+
+def decode_ledger(raw: bytes) -> StoredLedger:
+    """The record under a node's `sums` key. Raises ValueError where it is something else, or of a newer format."""
+    try:
+        stored = _ledgers.decode(raw)
+    except RecursionError as exc:
+        raise ValueError("nested too deep") from exc
+    if stored.format > FORMAT:
+        raise ValueError(f"format {stored.format}, this program reads up to {FORMAT}")
+    if stored.seq < 0:
+        raise ValueError(f"seq is a whole number from 0, found {stored.seq}")
+    _check_times(stored)
+    wrong = next((hour for hour, _, _ in stored.hours if not 0 <= hour <= _LAST_S / HOUR_S), None)
+    if wrong is not None:
+        raise ValueError(f"{wrong} is no hour since 1970")
+    return stored
+
+
+def _check_times(told: LedgerPart | StoredLedger) -> None:
+    """Raises ValueError for times that can't be, and for memory of less than nothing."""
+    for what, at_s in (("at_s", told.at_s), ("since_s", told.since_s)):
+        if not 0.0 <= at_s <= _LAST_S:
+            raise ValueError(f"{what} is in seconds since 1970, found {at_s:g}")
+    for entry in told.held:
+        if not told.at_s - _LONGEST_HELD_S <= entry.start_s <= _LAST_S or entry.bytes < 0:
+            raise ValueError(f"{entry.bytes} bytes held since {entry.start_s:g}, as of {told.at_s:.0f}")
 
 
 def encode_hour(sums: Iterable[tuple[TotalsKey, Totals]]) -> bytes:
@@ -99,10 +130,11 @@ class NodeSums:
     def take(self, seq: int, part: LedgerPart) -> None:
         """Takes in the part that was told as number `seq`: in any order, and any number of times.
 
-        Raises ValueError for a part of a newer format.
+        Raises ValueError for a part of a newer format, or of times that can't be.
         """
         if part.format > FORMAT:
             raise ValueError(f"too_new: a part of a ledger in format {part.format}, this program reads up to {FORMAT}")
+        _check_times(part)
         if seq > self.seq:
             self.seq, self.at_s = seq, part.at_s
         self.since_s = min(self.since_s, part.since_s)
@@ -132,9 +164,8 @@ class NodeSums:
             if hours is None or key.hour in hours:
                 parts.setdefault(key, []).append(totals)
         held = sorted(self.held.values(), key=lambda entry: entry.place)
-        for key, totals in provisional(held, self.at_s).items():
-            if hours is None or key.hour in hours:
-                parts.setdefault(key, []).append(totals)
+        for key, totals in provisional(held, self.at_s, hours).items():
+            parts.setdefault(key, []).append(totals)
         return {key: found[0] if len(found) == 1 else sum_totals(found) for key, found in sorted(parts.items(), key=_first)}
 
     @classmethod
