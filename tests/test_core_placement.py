@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.core.placement import At, Placed, Site, Wanted, burst_of, place, place_together
+from prefetcher.core.placement import At, Placed, Site, Wanted, place
 from prefetcher.core.rendezvous import by_rendezvous
 
 GB = 1e9
@@ -228,26 +228,3 @@ def test_a_model_that_is_named_twice_is_placed_once_for_the_rows_of_both() -> No
     assert place([Wanted("unknown", 1.0, GB)], sites) == {}
     assert place([], sites) == {}
     assert place([Wanted("a", 1.0, GB)], []) == {}
-
-
-def test_compiled_it_says_the_same_as_in_python() -> None:
-    rng = np.random.default_rng(7)
-    for _ in range(30):
-        models = [f"m{i}" for i in range(rng.integers(1, 8))]
-        wanted = [Wanted(m, float(rng.integers(1, 6)), float(rng.uniform(5, 35)) * GB) for m in models]
-        sites = [
-            Site(
-                f"node-{n}",
-                {m: float(rng.uniform(1, 9)) for m in models if rng.random() < 0.9},
-                {m: At(int(rng.integers(1, 5))) for m in models if rng.random() < 0.1},
-                running_s=float(rng.choice([0.0, 10.0])),
-                free_bytes=float(rng.integers(0, 60)) * GB,
-                evictable_bytes=20 * GB,
-                displaced_s_per_byte=1e-10,
-                queue=[(float(rng.uniform(1, 9)), 1.0)] * int(rng.integers(0, 2)),
-            )
-            for n in range(5)
-        ]
-        burst = burst_of(wanted, sites)
-        for compiled, plain in zip(place_together(burst), place_together.py_func(burst), strict=True):
-            assert np.array_equal(compiled, plain, equal_nan=compiled.dtype.kind == "f")

@@ -1,4 +1,4 @@
-"""On which node a wanted model is loaded, of all that could: decided for a whole burst at once. Pure; the kernel is what replay calls, too.
+"""On which node a wanted model is loaded, of all that could: decided for a whole burst at once. Pure.
 
 The cost of a load on a node is what it adds to everybody's waiting there, in seconds: the rows that want it wait for what the link has
 before it and for the load itself, those whose turn comes after it wait for it, and what its memory displaces would have saved its own.
@@ -19,11 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.compiled import kernel, kernel_part
-from prefetcher.core.references import by_reference
 from prefetcher.core.rendezvous import by_rendezvous
 
-__all__ = ["At", "Burst", "Placed", "Site", "Wanted", "burst_of", "place", "place_together"]
+__all__ = ["At", "Placed", "Site", "Wanted", "place"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -57,7 +55,7 @@ class At(IntEnum):
 UNKNOWN, ABSENT, PLACED, MOVING, READY = (int(at) for at in At)
 
 
-class Burst(NamedTuple):
+class _Burst(NamedTuple):
     """W models that are wanted together and the N nodes that they may go to; shapes in brackets.
 
     By model: `rows` float64[W] that wait for it, or are expected to, above 0; `size` float64[W] in bytes; `class_of` int64[W], the number
@@ -98,8 +96,7 @@ class _Work(NamedTuple):
     fits: Flags
 
 
-@kernel_part
-def _look(burst: Burst, work: _Work, w: int, n: int) -> None:
+def _look(burst: _Burst, work: _Work, w: int, n: int) -> None:
     """Prices model `w` at node `n` beside all that is loaded there; its own memory is not taken."""
     if burst.at[w, n] == UNKNOWN:
         return
@@ -128,8 +125,7 @@ def _look(burst: Burst, work: _Work, w: int, n: int) -> None:
         work.cost[w, n] += max(0.0, burst.size[w] - free) * burst.displaced_s[n]
 
 
-@kernel_part
-def _put(burst: Burst, work: _Work, w: int, n: int) -> None:
+def _put(burst: _Burst, work: _Work, w: int, n: int) -> None:
     """Loads `w` on `n`, with memory where there is some."""
     work.loading[w], work.cached[w] = n, work.fits[w, n]
     if work.cached[w]:
@@ -138,8 +134,7 @@ def _put(burst: Burst, work: _Work, w: int, n: int) -> None:
             work.quota_left[burst.class_of[w], n] -= burst.size[w]
 
 
-@kernel_part
-def _take_back(burst: Burst, work: _Work, w: int) -> None:
+def _take_back(burst: _Burst, work: _Work, w: int) -> None:
     n = work.loading[w]
     if work.cached[w]:
         work.free[n] += burst.size[w]
@@ -148,8 +143,7 @@ def _take_back(burst: Burst, work: _Work, w: int) -> None:
     work.loading[w] = -1
 
 
-@kernel_part
-def _is_idle(burst: Burst, work: _Work, n: int) -> bool:
+def _is_idle(burst: _Burst, work: _Work, n: int) -> bool:
     if burst.running_s[n] > 0.0:
         return False
     for q in range(burst.queue_s.shape[1]):
@@ -161,21 +155,18 @@ def _is_idle(burst: Burst, work: _Work, n: int) -> bool:
     return True
 
 
-@kernel_part
 def _is_far_sooner(queued_s: float, idle_s: float) -> bool:
     """Whether waiting in a queue is so much shorter than an idle link's load that it is worth it."""
     return queued_s < _QUEUES_AT * idle_s and queued_s < idle_s - _QUEUES_S
 
 
-@kernel_part
-def _may_go(burst: Burst, work: _Work, w: int, n: int, some_fit: bool, idle: Flags, idle_wait: float) -> bool:
+def _may_go(burst: _Burst, work: _Work, w: int, n: int, some_fit: bool, idle: Flags, idle_wait: float) -> bool:
     if burst.at[w, n] == UNKNOWN or (some_fit and not work.fits[w, n]):
         return False
     return bool(idle[n] or _is_far_sooner(work.wait[w, n], idle_wait))
 
 
-@kernel_part
-def _best_node(burst: Burst, work: _Work, w: int, idle: Flags) -> tuple[int, float]:
+def _best_node(burst: _Burst, work: _Work, w: int, idle: Flags) -> tuple[int, float]:
     """The node for `w`, and what it would cost more without it; −1 where none can load it.
 
     Where it fits nowhere, the one that serves it soonest without caching it. No busy one while another is idle, unless that is far slower.
@@ -204,8 +195,7 @@ def _best_node(burst: Burst, work: _Work, w: int, idle: Flags) -> tuple[int, flo
     return best, second - least if second < np.inf else np.inf
 
 
-@kernel_part
-def _most_present(burst: Burst, w: int) -> int:
+def _most_present(burst: _Burst, w: int) -> int:
     """The node where `w` is ready, or else is moving and comes first; −1 for neither."""
     best = -1
     for n in range(len(burst.running_s)):
@@ -220,8 +210,7 @@ def _most_present(burst: Burst, w: int) -> int:
     return best
 
 
-@kernel_part
-def _stays(burst: Burst, work: _Work, w: int) -> int:
+def _stays(burst: _Burst, work: _Work, w: int) -> int:
     """The node where `w` was placed and stays, or −1: it was not, or it is far better off elsewhere."""
     placed = -1
     for n in range(len(burst.running_s)):
@@ -237,8 +226,7 @@ def _stays(burst: Burst, work: _Work, w: int) -> int:
     return placed if least >= _MOVES_AT * here or here - least < _MOVES_S * burst.rows[w] else -1
 
 
-@kernel_part
-def _densest_s(burst: Burst, w: int) -> float:
+def _densest_s(burst: _Burst, w: int) -> float:
     """The rows of `w` per second of its shortest load."""
     least = np.inf
     for n in range(len(burst.running_s)):
@@ -247,8 +235,7 @@ def _densest_s(burst: Burst, w: int) -> float:
     return float(burst.rows[w] / least)
 
 
-@kernel_part
-def _improve(burst: Burst, work: _Work, loose: Flags, idle: Flags) -> None:
+def _improve(burst: _Burst, work: _Work, loose: Flags, idle: Flags) -> None:
     """Puts single loads elsewhere as long as that gains, or one queues beside an idle link; in place."""
     models, nodes = burst.load_s.shape
     for _ in range(_ROUNDS):
@@ -273,22 +260,19 @@ def _improve(burst: Burst, work: _Work, loose: Flags, idle: Flags) -> None:
             break
 
 
-@kernel
-def place_together(burst: Burst) -> tuple[Ints, Flags, Floats]:
+def _place_together(burst: _Burst) -> tuple[Ints, Flags, Floats]:
     """The node of each model: int64[W], −1 where none can load it; whether it finds memory there: bool[W] (else it is served without being
     cached); and how long its rows wait: float64[W], seconds, NaN without a node.
 
     Ties fall to the lower rank, between models to the earlier one: whoever wants one answer for every order of models sorts them
     (`place` does). Bounded by W²·N·(W + Q) steps.
     """
-    burst = by_reference(burst)
     models, nodes = burst.load_s.shape
     shape = (models, nodes)
-    fresh = _Work(
+    work = _Work(
         np.full(models, -1, np.int64), np.ones(models, np.bool_), burst.free.copy(), burst.quota_left.copy(),
         np.full(shape, np.inf), np.full(shape, np.inf), np.zeros(shape, np.bool_),
     )  # fmt: skip
-    work = by_reference(fresh)
     there = np.empty(models, np.int64)
     loose = np.zeros(models, np.bool_)
     left = 0
@@ -339,8 +323,7 @@ def place_together(burst: Burst) -> tuple[Ints, Flags, Floats]:
             there[w] = work.loading[w]
             _look(burst, work, w, there[w])
             wait[w] = work.wait[w, there[w]]
-    # By its own name: the arrays live as long as it does, whatever refers to it.
-    return there, fresh.cached, wait
+    return there, work.cached, wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,7 +368,7 @@ class Placed:
     cached: bool = True
 
 
-#: Rows are above 0 in the kernel, seconds of a load too.
+#: Rows are above 0, seconds of a load too.
 _LEAST_ROWS = 1e-6
 _LEAST_S = 1e-6
 #: More nodes than this are looked at for each model by itself first.
@@ -397,8 +380,8 @@ def _ranked(model: str, names: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(by_rendezvous(model, names))
 
 
-def burst_of(wanted: Sequence[Wanted], sites: Sequence[Site]) -> Burst:
-    """The arrays of `place_together`, in the order of `wanted` and `sites`."""
+def _burst_of(wanted: Sequence[Wanted], sites: Sequence[Site]) -> _Burst:
+    """The arrays of `_place_together`, in the order of `wanted` and `sites`."""
     shape = (len(wanted), len(sites))
     classes = sorted({want.quota for want in wanted} - {""})
     names = tuple(site.node for site in sites)
@@ -418,7 +401,7 @@ def burst_of(wanted: Sequence[Wanted], sites: Sequence[Site]) -> Burst:
     for n, site in enumerate(sites):
         for q, (takes_s, rows) in enumerate(sorted(site.queue)):
             queue_s[n, q], queue_rows[n, q] = takes_s, rows
-    return Burst(
+    return _Burst(
         rows=np.array([max(want.rows, _LEAST_ROWS) for want in wanted], np.float64),
         size=np.array([want.size_bytes for want in wanted], np.float64),
         class_of=np.array([classes.index(want.quota) if want.quota else -1 for want in wanted], np.int64),
@@ -474,10 +457,8 @@ def place(wanted: Sequence[Wanted], sites: Sequence[Site]) -> dict[str, Placed]:
     if not merged or not sites:
         return {}
     sites = _worth_a_look(merged, sites)
-    burst = burst_of(merged, sites)
-    # As Python it takes milliseconds for the bursts of a live fleet; even loading what is compiled takes longer than they may wait.
-    decide = place_together if place_together.overloads else place_together.py_func
-    node, cached, wait = decide(burst)
+    burst = _burst_of(merged, sites)
+    node, cached, wait = _place_together(burst)
     return {
         want.model: Placed(want.model, sites[n].node, At(int(burst.at[w, n])), float(wait[w]), bool(cached[w]))
         for w, (want, n) in enumerate(zip(merged, node.tolist(), strict=True))
