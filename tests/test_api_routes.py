@@ -294,13 +294,16 @@ def test_what_is_refused_over_http(setup: Setup) -> None:
         assert answer.headers["retry-after"] == "1"
 
 
-def test_it_takes_a_key_of_any_kind_where_there_are_keys(tmp_path: Path) -> None:
+def test_where_there_are_keys_routers_need_one_that_stands_in_no_page(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
-    entry = {"name": "page", "key": "k" * 20, "roles": ["hint"], "origins": ["*"]}
-    keys.write_bytes(msgspec.json.encode([entry]))
+    router = {"name": "router", "key": "k" * 20, "roles": ["ingest"]}
+    page = {"name": "page", "key": "p" * 20, "roles": ["hint"], "origins": ["*"]}
+    keys.write_bytes(msgspec.json.encode([router, page]))
     keys.chmod(0o600)
     clock = VirtualClock(T0)
     with Setup(clock=clock, access=Access.of(ApiSettings(keys_file=keys), clock)) as setup:
         setup.report(node_report("node-0"))
         assert setup.http.get("/v1/route/m0").status_code == 401
+        assert setup.http.get("/v1/route/m0", headers={"X-Api-Key": "p" * 20}).status_code == 403
+        assert setup.http.post("/v1/route", json={"models": ["m0"]}, headers={"X-Api-Key": "p" * 20}).status_code == 403
         assert setup.http.get("/v1/route/m0", headers={"X-Api-Key": "k" * 20}).json()["node"] == "node-0"

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from prefetcher.clock import SystemClock
-from prefetcher.config import ReportSettings
+from prefetcher.config import ReportSettings, Settings, StateSettings
 from prefetcher.controller import records
 from prefetcher.core.held import HeldEntry, by_hour, provisional
 from prefetcher.core.totals import HOUR_S, Totals, TotalsKey
 from prefetcher.core.types import Arm, Cause, ModelName, ModelVersion, NodeName
 from prefetcher.errors import UsageError
+from prefetcher.report.command import Asked, rebuilt
 from prefetcher.report.desk import ReportDesk, time_of
 from prefetcher.report.history import copy_hours
 from prefetcher.report.reading import read_nodes
@@ -111,3 +112,10 @@ def test_a_span_from_before_1970_is_from_the_beginning(span: str) -> None:
     assert desk.report(span).total.requests == 6
     with pytest.raises(UsageError, match="must lie before until"):
         desk.report("1h", span)
+
+
+def test_a_folder_without_streams_is_said_and_left_alone(tmp_path: Path) -> None:
+    missing = tmp_path / "nothing"
+    with pytest.raises(UsageError, match="holds no outcomes"):
+        rebuilt(Settings(state=StateSettings(dir=missing)), Asked("24h", None, None, 10))
+    assert not missing.exists()

@@ -18,7 +18,7 @@ from prefetcher_connectors.memory import MemoryState
 
 BOOK = WindowBook((BookEntry(Segment("busy", (("rows_per_day", 24.0, 1e9),)), Window(300.0, 900.0, 60.0)),), version=3)
 GOOD = records.encode(BooksRecord(BOOK.to_json(), (WindowBook().to_json(),)))
-JUNK = [b"junk", b"null", b"\xff", b"[" * 100_000, b'{"book": {"version": -1}}']
+JUNK = [b"junk", b"null", b"\xff", b"[" * 100_000, b'{"book": {"version": -1}}', GOOD.replace(b'"since_s":0.0', b'"since_s":1e300')]
 
 
 def _remove(state: MemoryState, key: str) -> None:

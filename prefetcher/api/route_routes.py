@@ -57,7 +57,8 @@ class RoutesAnswer(BaseModel):
 
 
 def add_routing(app: FastAPI, service: Service, access: Access) -> None:
-    may_ask = [Depends(access.needs("ingest", "hint", "operator"))]
+    # Not a key that stands in pages: an answer tells nodes, and where others are sent.
+    may_ask = [Depends(access.needs("ingest", "operator"))]
     # An answer is for one burst; the next may differ.
     headers = {"Cache-Control": "no-store"}
 

@@ -52,6 +52,8 @@ WINDOW_HORIZONS_S: tuple[float, ...] = (OWN_HORIZON_S, 120.0, 300.0, 600.0, 900.
 DEFAULT_WINDOW = Window(NO_LEAD_LIMIT_S, OWN_HORIZON_S, 600.0)
 #: A prefetch that nobody used is never held for longer than a week.
 _MOST_HOLD_S = 7 * 86_400.0
+#: The last time that is one, in the year 5138.
+_LAST_S = 1e11
 #: More segments than people can look through are a mistake.
 _MOST_SEGMENTS = 64
 
@@ -241,7 +243,10 @@ def _entry(said: Mapping[str, Any]) -> BookEntry:
             raise ValueError(f"{fact} of {name!r} is [at least, below], found {shortened(repr(limits))}")
         low, high = (_number(v, fact, none) for v, none in zip(limits, (-math.inf, math.inf), strict=True))
         rule.append((fact, low, high))
-    return BookEntry(Segment(name, tuple(rule)), _window(said.get("window")), _number(said.get("since_s", 0.0), "since_s"), why, pinned)
+    since_s = _number(said.get("since_s", 0.0), "since_s")
+    if not 0.0 <= since_s <= _LAST_S:
+        raise ValueError(f"since_s is in seconds since 1970, found {since_s:g}")
+    return BookEntry(Segment(name, tuple(rule)), _window(said.get("window")), since_s, why, pinned)
 
 
 def _window(said: Any) -> Window:

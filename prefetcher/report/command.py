@@ -14,6 +14,7 @@ from prefetcher.config import Settings
 from prefetcher.core.totals import Totals, TotalsKey
 from prefetcher.errors import PrefetcherError, UnavailableError, UsageError, shortened
 from prefetcher.parquet_files import write_table
+from prefetcher.ports import Topic
 from prefetcher.report.messages import BY, Report
 from prefetcher.report.tables import Cell, orders_table, sums_table
 from prefetcher.report.terminal import shown
@@ -71,7 +72,7 @@ def rebuilt(settings: Settings, asked: Asked) -> str:
 
     Raises:
         UnavailableError: the broker is away, or another process has the folder of the streams.
-        UsageError: as `asked_of`.
+        UsageError: as `asked_of`, or a folder without streams.
     """
     from prefetcher.app import clock_of, open_streams
     from prefetcher.controller.rebuild import rebuild_ledgers
@@ -85,6 +86,11 @@ def rebuilt(settings: Settings, asked: Asked) -> str:
     since_s = time_of(asked.since, now_s, "since") or None
     if since_s is not None and since_s >= until_s:
         raise UsageError(f"since ({asked.since}) must lie before until ({asked.until or 'now'})")
+    folder = settings.state.dir.expanduser().absolute()
+    if settings.kafka.brokers is None and not (folder / Topic.OUTCOMES.value).is_dir():
+        raise UsageError(
+            f"{folder} holds no outcomes; name the state folder of `prefetcher up` with --state-dir, or a broker in the settings"
+        )
     streams = open_streams(settings)
     try:
         streams.prepare()
