@@ -196,6 +196,7 @@ def test_a_baseline_is_compared_on_the_same_forecasts(tmp_path: Path) -> None:
     assert over["ap_ratio_spread"]["n"] == 3
 
 
+@pytest.mark.usefixtures("no_progress")
 def test_the_command_says_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = csv_of(tmp_path / "log.csv", *small_log())
     names = "seasonal-naive,popularity-24h,idle-time"

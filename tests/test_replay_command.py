@@ -32,6 +32,7 @@ def replay(log: Path, out: Path, policy: str = "ours") -> None:
     replay_command(log=log, out=out, default_bytes=GB, host_bytes=2 * GB, policy=policy)
 
 
+@pytest.mark.usefixtures("no_progress")
 def test_an_old_row_is_named_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     replay(log_of(tmp_path / "log.csv"), tmp_path / "out")
     assert capsys.readouterr().err == ""
@@ -45,6 +46,7 @@ def test_an_old_row_is_named_and_changes_nothing(tmp_path: Path, capsys: pytest.
         assert (tmp_path / "old" / "ours" / f"{name}.parquet").read_bytes() == (tmp_path / "out" / "ours" / f"{name}.parquet").read_bytes()
 
 
+@pytest.mark.usefixtures("no_progress")
 def test_standard_error_is_empty_or_says_that_it_compiles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
