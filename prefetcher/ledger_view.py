@@ -47,7 +47,7 @@ def rebuilt(settings: Settings, *, as_json: bool) -> str:
             f"{totals.get('wasted_byte_seconds', 0.0) / _GB_H:,.2f}",
             ", ".join(f"{count} {outcome}" for outcome, count in ledger.outcomes().items()) or "none",
         )
-    console = Console(file=io.StringIO(), width=120)
+    console = Console(file=io.StringIO(), width=120, markup=False, emoji=False)
     console.print(table)
     if unread:
         console.print(f"{unread} records could not be read and are not in it")

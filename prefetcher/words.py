@@ -5,7 +5,7 @@ The codes stay as they are in JSON, metrics and logs; acts by hand have words of
 
 from __future__ import annotations
 
-__all__ = ["expert", "reason", "size", "span"]
+__all__ = ["expert", "printable", "reason", "size", "span"]
 
 _REASONS: dict[str, str] = {
     # why a prefetch was not ordered (`controller.planning`)
@@ -68,6 +68,11 @@ _EXPERTS: dict[str, str] = {
 def reason(code: str) -> str:
     """What a reason means; one that is not known is given as it is."""
     return _REASONS.get(code) or code.replace("_", " ")
+
+
+def printable(text: str) -> str:
+    """`text` with all that is no character to look at as an escape (`\\x1b`): a name may hold codes that a terminal obeys."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def expert(name: str) -> str:

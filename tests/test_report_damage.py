@@ -15,11 +15,14 @@ from prefetcher.core.held import HeldEntry, by_hour, provisional
 from prefetcher.core.totals import HOUR_S, Totals, TotalsKey
 from prefetcher.core.types import Arm, Cause, ModelName, ModelVersion, NodeName
 from prefetcher.errors import UsageError
+from prefetcher.report.build import Besides, Question, build_report
 from prefetcher.report.command import Asked, rebuilt
 from prefetcher.report.desk import ReportDesk, time_of
 from prefetcher.report.history import copy_hours
+from prefetcher.report.messages import IdlePin, MissingNode
 from prefetcher.report.reading import read_nodes
 from prefetcher.report.sums import LedgerPart, NodeSums, StoredLedger, decode_ledger, encode_hour
+from prefetcher.report.terminal import idle_line, shown
 from prefetcher_connectors.memory import MemoryState
 
 HOUR = 490_000
@@ -119,3 +122,52 @@ def test_a_folder_without_streams_is_said_and_left_alone(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="holds no outcomes"):
         rebuilt(Settings(state=StateSettings(dir=missing)), Asked("24h", None, None, 10))
     assert not missing.exists()
+
+
+def test_names_are_no_markup_and_no_codes_for_a_terminal() -> None:
+    sums = NodeSums("[/n]", NOW_S, NOW_S, 1)
+    names = ("[/x]", "[red]t\x1b[2J", ":smile:", "a\nb")
+    for tenant in names:
+        sums.sums[0, KEY._replace(tenant=tenant, model=ModelName(tenant))] = Totals(rows=1, stage_s={"read": 1.0}, stage_bins={"read:3": 1})
+    missing = Besides(missing=[MissingNode("[/gone]\x1b[2J", "it is away")])
+    for by in ("tenant", "node", "stage"):
+        said = shown(build_report([sums], Question(NOW_S, by=by), missing))
+        assert "[/gone]\\x1b[2J" in said
+        assert "\x1b" not in said
+    for name in ("[/x]", "[red]t", ":smile:", "a\\nb"):
+        assert name in shown(build_report([sums], Question(NOW_S, by="tenant")))
+    pin = IdlePin("a b", "n", "pin", 10**9, 0.0, 0.1, 1.0, 1.0, 0.0)
+    assert "unpin 'a b'`" in idle_line(pin, 9.0)
+
+
+def test_stages_are_told_of_so_many_models_on_nodes_those_that_loaded_longest_first() -> None:
+    nodes = []
+    for node in range(3):
+        sums = NodeSums(f"n{node}", NOW_S, NOW_S, 1)
+        for model in range(4):
+            took = Totals(stage_s={"read": float(10 * node + model)}, stage_bins={"read:3": 1})
+            sums.sums[0, KEY._replace(model=ModelName(f"m{model}"))] = took
+        nodes.append(sums)
+    report = build_report(nodes, Question(NOW_S, by="stage", most=3))
+    assert {(s.node, s.model) for s in report.stages} == {("n2", "m3"), ("n2", "m2"), ("n2", "m1")}
+    assert report.groups_in_all == 12
+    assert "and 9 more" in shown(report)
+    everything = build_report(nodes, Question(NOW_S, by="stage"))
+    assert len(everything.stages) == 12 * 5
+    assert [s for s in everything.stages if s in report.stages] == list(report.stages)
+
+
+def test_coverage_of_nodes_and_hours_is_that_of_their_own_shadows() -> None:
+    nodes, shadow_s = [], {}
+    for number in range(2):
+        sums = NodeSums(f"n{number}", NOW_S, NOW_S, 1)
+        for hour in (HOUR - 1, HOUR):
+            sums.sums[0, KEY._replace(hour=hour)] = Totals(rows=2, wait_s=1.0 + number)
+        nodes.append(sums)
+        shadow_s[f"n{number}"] = {HOUR: 4.0}
+    besides = Besides(shadow_s=shadow_s)
+    by_node = build_report(nodes, Question(NOW_S, by="node"), besides).groups
+    assert {g.name: (g.figures.shadow_requests, g.figures.coverage) for g in by_node} == {"n0": (2, 0.75), "n1": (2, 0.5)}
+    by_hour_ = build_report(nodes, Question(NOW_S, by="hour"), besides).groups
+    assert [(g.figures.shadow_requests, g.figures.coverage) for g in by_hour_] == [(0, None), (4, 1.0 - 3.0 / 8.0)]
+    assert {g.figures.coverage for g in build_report(nodes, Question(NOW_S, by="model"), besides).groups} == {None}

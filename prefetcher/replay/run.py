@@ -297,7 +297,7 @@ def replay_command(
     console.print(policies_table([entries[name] for name in names], console.width))
     for problem in [*trace.problems.lines(), *([] if told is None else told.problem_lines())]:
         errors.print(f"note: {problem}", soft_wrap=True, highlight=False)
-    console.print(f"{out}/report.html, {out}/summary.json, and four logs a policy", soft_wrap=True, highlight=False)
+    console.print(f"{out}/report.html, {out}/summary.json, and four logs a policy", soft_wrap=True, highlight=False, markup=False)
 
 
 def check_figures(

@@ -76,8 +76,9 @@ def build_report(nodes: Iterable[NodeSums], question: Question, besides: Besides
     if question.by is not None and question.by != "stage":
         groups = _groups(pairs, question.by, shadow)
     stages: tuple[StageFigures, ...] = ()
+    staged = 0
     if question.by == "stage":
-        stages = tuple(stage for node, found in sums.items() for stage in _stages_of_node(node, found))
+        stages, staged = _slowest_stages(sums, question.most)
     return Report(
         since_s=question.since_s,
         until_s=question.until_s,
@@ -86,7 +87,7 @@ def build_report(nodes: Iterable[NodeSums], question: Question, besides: Besides
         total=total,
         slo=_slo([totals.first_waits for _, _, totals in pairs], merge_slots(told), question),
         groups=tuple(groups[: question.most]),
-        groups_in_all=len(groups),
+        groups_in_all=len(groups) or staged,
         stages=stages,
         nodes=tuple(NodeState(each.node, each.at_s, each.since_s, each.seq) for each in told),
         missing=tuple(besides.missing),
@@ -283,6 +284,22 @@ def stages_of(nodes: Iterable[NodeSums], model: str, hours: range | None = None)
         if mine:
             found += _stages_of_node(each.node, mine, every=True)
     return found
+
+
+def _slowest_stages(sums: Mapping[str, Mapping[TotalsKey, Totals]], most: int) -> tuple[tuple[StageFigures, ...], int]:
+    """The stages of the `most` models on nodes whose loads took longest in all, by node and model; and how many there are."""
+    took_s: dict[tuple[str, str], float] = {}
+    for node, found in sums.items():
+        for key, totals in found.items():
+            if totals.stage_bins:
+                took_s[node, key.model] = took_s.get((node, key.model), 0.0) + sum(totals.stage_s.values())
+    shown: dict[str, set[str]] = {}
+    for node, model in sorted(took_s, key=lambda place: (-took_s[place], place))[:most]:
+        shown.setdefault(node, set()).add(model)
+    stages: list[StageFigures] = []
+    for node, models in sorted(shown.items()):
+        stages += _stages_of_node(node, {key: totals for key, totals in sums[node].items() if key.model in models})
+    return tuple(stages), len(took_s)
 
 
 def _stages_of_node(node: str, sums: Mapping[TotalsKey, Totals], *, every: bool = False) -> Iterator[StageFigures]:

@@ -1,7 +1,7 @@
 """Reports on demand, for whoever answers: reads what there is, and builds.
 
-What was read is kept for a second, and an answer for a second, or twenty times as long as it took to make, a minute at most: a page that is
-open in many windows asks once, and reports of many nodes take little of a process. Safe for threads. Covers no routes.
+What was read is kept for a second, and an answer for a second, or twenty times as long as it took to make, five minutes at most: a page
+that is open in many windows asks once, and reports of many nodes take little of a process. Safe for threads. Covers no routes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["ReportDesk", "time_of"]
 #: Real seconds.
 _FRESH_S = 1.0
 _SHARE = 20.0
-_LONGEST_S = 60.0
+_LONGEST_S = 300.0
 _MOST_ANSWERS = 32
 _SPAN = re.compile(r"^(\d+(?:\.\d+)?)(s|min|m|h|d|w)$")
 _UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Callable
 from datetime import UTC, datetime
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefetcher.report.messages import Figures, IdlePin, Report, Slo, StageFigures, Waits
-from prefetcher.words import span
+from prefetcher.words import printable, span
 
 __all__ = ["idle_line", "shown"]
 
@@ -33,16 +34,20 @@ _COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
 
 def shown(report: Report) -> str:
     """The report for people, up to 140 columns wide."""
-    console = Console(file=io.StringIO(), width=140, highlight=False)
+    # Names are other people's: no markup, and no codes that a terminal obeys.
+    console = Console(file=io.StringIO(), width=140, highlight=False, markup=False, emoji=False)
     for line in _lines(report):
-        console.print(line, markup=False)
+        console.print(printable(line))
     if report.groups:
         console.print(_groups(report))
         more = report.groups_in_all - len(report.groups)
         if more > 0:
-            console.print(f"and {more:,} more: --most shows them", markup=False)
+            console.print(f"and {more:,} more: --most shows them")
     elif report.by == "stage":
         console.print(_stages(report.stages) if report.stages else "nothing was loaded in this time, so no stage was measured")
+        more = report.groups_in_all - len({(each.model, each.node) for each in report.stages})
+        if more > 0:
+            console.print(f"and {more:,} more models on nodes: --most shows them")
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().rstrip()
 
@@ -83,7 +88,13 @@ def idle_line(pin: IdlePin, now_s: float) -> str:
     cost = f"{pin.held_gb_h:,.1f} GB·h cost {pin.cost_s:.3g} s by the price and saved {pin.earned_s:.3g} s"
     if pin.released_at_s is not None:
         return f"released {span(now_s - pin.released_at_s)} ago: {kept}: {cost}"
-    then = "; it is released by itself" if pin.allowed else f"; `prefetcher unpin {pin.model}` gives it back" if pin.why == "pin" else ""
+    then = (
+        "; it is released by itself"
+        if pin.allowed
+        else f"; `prefetcher unpin {shlex.quote(pin.model)}` gives it back"
+        if pin.why == "pin"
+        else ""
+    )
     return f"worth less than its price for {span(now_s - pin.under_since_s)}: {kept}: {cost}{then}"
 
 
@@ -109,7 +120,7 @@ def _groups(report: Report) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for group in report.groups:
-        name = _time(float(group.name)) if report.by == "hour" else group.name
+        name = _time(float(group.name)) if report.by == "hour" else printable(group.name)
         table.add_row(name, *(text(group.figures) for _, text in _COLUMNS))
     return table
 
@@ -117,11 +128,12 @@ def _groups(report: Report) -> Table:
 def _stages(stages: tuple[StageFigures, ...]) -> Table:
     table = Table("model", "node", "stage", "count", "mean, s", "p50, s", "p90, s")
     for each in stages:
+        name, node = printable(each.model), printable(each.node)
         if each.count:
             figures = (f"{each.count:,}", _number(each.mean_s), _number(each.p50_s), _number(each.p90_s))
-            table.add_row(each.model, each.node, each.stage, *figures)
+            table.add_row(name, node, each.stage, *figures)
         else:
-            table.add_row(each.model, each.node, each.stage, "0", each.note)
+            table.add_row(name, node, each.stage, "0", each.note)
     return table
 
 
