@@ -31,10 +31,19 @@
       var figure = figures[key], at = document.getElementById("chart-" + key);
       var layout = painted(Object.assign({}, base, figure.layout), style);
       if (!figure.layout.height) layout.height = window.innerWidth < 720 ? 360 : 440;
-      Plotly.react(at, painted(figure.data, style), layout, { responsive: true, displayModeBar: false });
+      layout.width = parseFloat(getComputedStyle(at).width);
+      Plotly.react(at, painted(figure.data, style), layout, { displayModeBar: false });
     });
   }
 
+  // Not Plotly's own way to follow a window: it takes a chart's height from its box then, and drops the figure's.
+  var width = window.innerWidth, asked = 0;
+  window.addEventListener("resize", function () {
+    if (window.innerWidth === width) return;
+    width = window.innerWidth;
+    cancelAnimationFrame(asked);
+    asked = requestAnimationFrame(draw);
+  });
   dark.addEventListener("change", draw);
   document.getElementById("theme").addEventListener("click", function () {
     chosen = root.dataset.theme === "dark" ? "light" : "dark";
