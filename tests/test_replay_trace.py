@@ -290,6 +290,7 @@ def test_nested_records_by_dotted_paths(tmp_path: Path) -> None:
         (b"time,model\n1,a\n", "has no column ts; it has time, model; name the right one with --map ts=COLUMN"),
         (b"ts,name\n1,a\n", "has no column model"),
         (b'{"time": 1, "model": "a"}\n', "has no column ts; it has time, model"),
+        (b'{"event": {"time": 1}, "request": {"model": "a"}, "labels": {}}\n', "it has event.time, request.model, labels; name"),
         (b"\x7fELF\x00\x00\x00", "binary file"),
         (b"PAR1 and then nothing", "is not readable parquet"),
         ("ts,model\n".encode("utf-16"), "UTF-16"),

@@ -396,7 +396,16 @@ def _json_block(block: bytes, schema: Any, field_map: FieldMap, line: int) -> Ra
 def _require_in(where: str, sample: list[dict[str, Any]], field_map: FieldMap) -> None:
     if sample:
         found = {column: [p for p in paths if any(_lookup(r, p) is not None for r in sample)] for column, paths in field_map.items()}
-        _require(where, found, field_map, list(dict.fromkeys(key for record in sample for key in record)))
+        _require(where, found, field_map, list(dict.fromkeys(path for record in sample for path in _paths(record))))
+
+
+def _paths(record: dict[str, Any], above: str = "") -> Iterator[str]:
+    """Its fields as a map would name them, those of nested records by their way from the top."""
+    for key, value in record.items():
+        if isinstance(value, dict) and value:
+            yield from _paths(value, f"{above}{key}.")
+        else:
+            yield above + key
 
 
 def _json_schema(records: list[dict[str, Any]], field_map: FieldMap) -> Any:
