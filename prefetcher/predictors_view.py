@@ -57,26 +57,24 @@ def predictors_of(settings: Settings, url: str, now_s: float | None = None) -> d
 
 
 def table_of(found: Mapping[str, Any]) -> Any:
-    """A rich table of `predictors_of`."""
+    """A rich table of `predictors_of`, without columns that nothing is in."""
     from rich.table import Table
 
-    table = Table()
-    for head in ("predictor", "kind", "in force", "version", "age", "trained on", "score", "fallbacks"):
-        table.add_column(head, overflow="fold", no_wrap=head == "predictor")
+    heads = ("predictor", "kind", "in force", "version", "age", "trained on", "score", "fallbacks")
+    rows = []
     for one in found["predictors"]:
         age = "" if one["age_s"] is None else span(one["age_s"])
         fallbacks = ", ".join(f"{reason}: {count:,}" for reason, count in one["fallbacks"].items())
-        row = (
-            one["name"],
-            one["kind"],
-            one["in_force"],
-            one["version"] or "",
-            age,
-            _data(one["trained"]),
-            _score(one["scores"]),
-            fallbacks,
-        )
-        table.add_row(*row)
+        trained, score = _data(one["trained"]), _score(one["scores"])
+        rows.append((one["name"], one["kind"], one["in_force"], one["version"] or "", age, trained, score, fallbacks))
+    table = Table()
+    shown = [i for i in range(len(heads)) if any(row[i] for row in rows)]
+    for i in shown:
+        # Lines break between words, not within them, as far as the terminal is wide enough.
+        longest = max(len(word) for cell in (heads[i], *(row[i] for row in rows)) for word in cell.split(" "))
+        table.add_column(heads[i], overflow="fold", no_wrap=i == 0, min_width=min(longest, 16))
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
     return table
 
 

@@ -168,7 +168,13 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, monkeypatch: pytest.
             assert "note: what speaks just now is not known" in written.err
 
 
-def said(found: dict) -> str:
-    console = Console(width=400, record=True, file=io.StringIO())
+def test_a_narrow_table_breaks_between_words_and_leaves_empty_columns_out(tmp_path: Path) -> None:
+    told = said(predictors_of(load_settings({"state": {"dir": tmp_path}}, None), NOBODY), width=80)
+    assert {"backtests", "baseline", "measure", "hazard-coactivation"} <= set(told.split())
+    assert "trained" not in told
+
+
+def said(found: dict, width: int = 400) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(table_of(found))
     return console.export_text()

@@ -128,7 +128,8 @@ def add_questions(app: FastAPI, service: Service, access: Access) -> None:
             raise UnavailableError(f"nothing is forecast just now{since}; a controller forecasts every tick", retry_after_s=5.0)
         chances = told.models.get(model)
         if chances is None:
-            why = "it was not asked for yet" if model in now.models else "no node knows it"
+            unasked = f"it was not asked for before the last forecast, {max(0.0, now_s - told.at_s):.0f} s ago"
+            why = unasked if model in now.models else "no node knows it"
             raise ModelNotFoundError(f"nothing is forecast for {shortened(repr(model))}: {why}", model=model)
         return ForecastAnswer(
             model=model,
