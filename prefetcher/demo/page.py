@@ -83,7 +83,8 @@ def _layout(x: str, y: str, *, log: bool = False) -> dict[str, Any]:
         "yaxis": {"title": {"text": y}, "type": "log" if log else "linear"},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": {"t": 20},
+        "margin": {"l": 62, "r": 18, "t": 20, "b": 50},
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
     }
 
 
@@ -100,11 +101,11 @@ def write_page(path: Path, sides: Sequence[Side], verdict: Sequence[str], notes:
     charts = "".join(f'<section><h2>{words}</h2><div class="card chart" id="{key}"></div></section>' for key, words in titles.items())
     css = (files("prefetcher.replay") / "report.css").read_text(encoding="utf-8")
     script = "for (const [k, f] of Object.entries(JSON.parse(document.getElementById('drawn').textContent)))"
-    script += " Plotly.newPlot(k, f.data, f.layout, {responsive: true, displaylogo: false});"
+    script += " Plotly.newPlot(k, f.data, f.layout, {responsive: true, displayModeBar: false});"
     page = (
         '<!doctype html><html lang="en" data-theme="light"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>prefetcher demo</title>'
-        f"<style>{css}</style></head>"
+        f"<style>{css} th, td {{ white-space: normal; }}</style></head>"
         "<body><main><header><b>prefetcher</b> demo</header><h1>Two days of requests on real weights</h1>"
         + "".join(f'<p class="lede"><b>{escape(line)}</b></p>' for line in verdict)
         + f'<p class="lede">{escape(" ".join(notes))}</p>'
