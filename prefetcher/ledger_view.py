@@ -34,7 +34,7 @@ def rebuilt(settings: Settings, *, as_json: bool) -> str:
         nodes = {node: _facts(ledger) for node, ledger in sorted(ledgers.items())}
         return msgspec.json.format(msgspec.json.encode({"nodes": nodes, "unread": unread})).decode()
     if not ledgers:
-        return f"none of {unread:,} records could be read" if unread else "the outcomes topic is empty: no node has told anything yet"
+        return f"none of {unread:,} records could be read" if unread else "the outcomes topic is empty: no node has told anything yet, or --state-dir is another folder than theirs"
     table = Table("node", "requests", "cold starts", "cold seconds", "idle GB·h", "wasted GB·h", "orders by outcome")
     for node, ledger in sorted(ledgers.items()):
         totals = ledger.totals

@@ -98,7 +98,7 @@ def tune_command(
         return
     print_result(Console(), result)
     if out is not None:
-        written = f"{out}/report.html, {out}/tune.json, and the book for replay and a node, {out}/windows.json"
+        written = f"{out}/report.html, {out}/tune.json, and the book for `prefetcher replay --windows`, {out}/windows.json"
         Console().print(written, soft_wrap=True, highlight=False, markup=False)
 
 
