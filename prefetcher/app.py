@@ -40,7 +40,7 @@ from prefetcher.controller.state_version import check_version
 from prefetcher.core.tuner import TunerSettings
 from prefetcher.core.types import NodeName, RequestSeen
 from prefetcher.dashboard.past import Past
-from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError
+from prefetcher.errors import BudgetError, SettingsError, TemporaryError, UnavailableError, UsageError
 from prefetcher.fitted import Fitted, backend_of, seasonal_of
 from prefetcher.ingest.ingest import Ingest, IngestOptions
 from prefetcher.ingest.tables import TablesReader, connect, user_key
@@ -428,6 +428,20 @@ def open_streams(settings: Settings) -> Streams:
         return KafkaStreams(kafka_options(settings))
     folder = settings.state.dir.expanduser().absolute()
     return FileStreams(folder, settings.stream.segment_bytes, settings.stream.keep_segments)
+
+
+def open_told(settings: Settings) -> Streams:
+    """As `open_streams`, for who only reads what agents told.
+
+    Raises:
+        UsageError: there is no broker, and the folder has no outcomes. None is made.
+    """
+    folder = settings.state.dir.expanduser().absolute()
+    if settings.kafka.brokers is None and not (folder / Topic.OUTCOMES.value).is_dir():
+        raise UsageError(
+            f"{folder} has no outcomes; name the state folder of `prefetcher up` with --state-dir, or a broker in the settings"
+        )
+    return open_streams(settings)
 
 
 def forget_user(settings: Settings, user: str) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from prefetcher.app import open_streams
+from prefetcher.app import open_told
 from prefetcher.config import Settings
 from prefetcher.controller.rebuild import NodeLedger, rebuild_ledgers
 
@@ -23,8 +23,9 @@ def rebuilt(settings: Settings, *, as_json: bool) -> str:
 
     Raises:
         UnavailableError: the broker is away, or another process has the folder of the streams.
+        UsageError: a folder without streams.
     """
-    streams = open_streams(settings)
+    streams = open_told(settings)
     try:
         streams.prepare()
         ledgers, unread = rebuild_ledgers(streams)
@@ -34,7 +35,7 @@ def rebuilt(settings: Settings, *, as_json: bool) -> str:
         nodes = {node: _facts(ledger) for node, ledger in sorted(ledgers.items())}
         return msgspec.json.format(msgspec.json.encode({"nodes": nodes, "unread": unread})).decode()
     if not ledgers:
-        return f"none of {unread:,} records could be read" if unread else "the outcomes topic is empty: no node has told anything yet, or --state-dir is another folder than theirs"
+        return f"none of {unread:,} records could be read" if unread else "the outcomes topic is empty: no node has told anything yet"
     table = Table("node", "requests", "cold starts", "cold seconds", "idle GB·h", "wasted GB·h", "orders by outcome")
     for node, ledger in sorted(ledgers.items()):
         totals = ledger.totals

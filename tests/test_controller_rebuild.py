@@ -12,6 +12,7 @@ from prefetcher.app import open_streams
 from prefetcher.config import Settings, StateSettings
 from prefetcher.controller.rebuild import rebuild_ledgers
 from prefetcher.controller.records import OrderRecord
+from prefetcher.errors import UsageError
 from prefetcher.ledger_view import rebuilt
 from prefetcher.ports import Topic
 from prefetcher.wire import MOST_VERSION, OutcomeMessage, decode_outcome, encode
@@ -92,7 +93,9 @@ def test_a_newer_outcome_is_refused_and_an_older_one_with_more_fields_is_read() 
 
 def test_what_the_command_prints(tmp_path: Path) -> None:
     settings = Settings(state=StateSettings(dir=tmp_path))
-    assert "empty" in rebuilt(settings, as_json=False)
+    with pytest.raises(UsageError, match="has no outcomes"):
+        rebuilt(settings, as_json=False)
+    assert not list(tmp_path.iterdir())
 
     def append(*values: bytes) -> None:
         streams = open_streams(settings)
@@ -102,6 +105,8 @@ def test_what_the_command_prints(tmp_path: Path) -> None:
         writer.close()
         streams.close()
 
+    append()
+    assert "empty" in rebuilt(settings, as_json=False)
     append(BAD[0])
     assert rebuilt(settings, as_json=False) == "none of 1 records could be read"
     append(*BAD, message("totals", 2, totals=TOTALS), message("order", 1, order=order()))

@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from prefetcher import ledger_view
 from prefetcher.clock import SystemClock
 from prefetcher.config import ReportSettings, Settings, StateSettings
 from prefetcher.controller import records
+from prefetcher.core.facts import Found
 from prefetcher.core.held import HeldEntry, by_hour, provisional
 from prefetcher.core.totals import HOUR_S, Totals, TotalsKey
 from prefetcher.core.types import Arm, Cause, ModelName, ModelVersion, NodeName
@@ -119,8 +121,11 @@ def test_a_span_from_before_1970_is_from_the_beginning(span: str) -> None:
 
 def test_a_folder_without_streams_is_said_and_left_alone(tmp_path: Path) -> None:
     missing = tmp_path / "nothing"
-    with pytest.raises(UsageError, match="holds no outcomes"):
-        rebuilt(Settings(state=StateSettings(dir=missing)), Asked("24h", None, None, 10))
+    given = Settings(state=StateSettings(dir=missing))
+    with pytest.raises(UsageError, match="has no outcomes"):
+        rebuilt(given, Asked("24h", None, None, 10))
+    with pytest.raises(UsageError, match="has no outcomes"):
+        ledger_view.rebuilt(given, as_json=False)
     assert not missing.exists()
 
 
@@ -171,3 +176,16 @@ def test_coverage_of_nodes_and_hours_is_that_of_their_own_shadows() -> None:
     by_hour_ = build_report(nodes, Question(NOW_S, by="hour"), besides).groups
     assert [(g.figures.shadow_requests, g.figures.coverage) for g in by_hour_] == [(0, None), (4, 1.0 - 3.0 / 8.0)]
     assert {g.figures.coverage for g in build_report(nodes, Question(NOW_S, by="model"), besides).groups} == {None}
+
+
+def test_of_many_nodes_that_are_missing_the_first_are_named() -> None:
+    gone = Besides(missing=[MissingNode(f"pod-{k}", "it is away") for k in range(25)])
+    lines = [line for line in shown(build_report([], Question(NOW_S), gone)).splitlines() if line.startswith("missing")]
+    assert (len(lines), lines[-1]) == (21, "missing: and of 5 more: --json names them")
+
+
+def test_what_requests_found_is_no_number_by_tier() -> None:
+    sums = NodeSums("n", NOW_S, NOW_S, 1)
+    sums.sums[0, KEY] = Totals(rows=2, found={Found.ABSENT: 2}, served={"disk": 2}, served_wait_s={"disk": 1.0})
+    (row,) = [line for line in shown(build_report([sums], Question(NOW_S, by="tier"))).splitlines() if line.startswith("│ disk")]
+    assert [cell.strip() for cell in row.split("│")[1:5]] == ["disk", "2", "-", "1.0"]

@@ -203,6 +203,14 @@ def test_tune_refuses_what_cannot_be(tmp_path: Path) -> None:
         tune_command(log=tmp_path / "log.parquet", host_bytes=10**9, book=tmp_path / "book.json")
 
 
+def test_a_folder_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
+    two_kinds(tmp_path, days=2)
+    (tmp_path / "file").write_text("")
+    # The walk would refuse so short a log.
+    with pytest.raises(OSError, match="file"):
+        tune_command(log=tmp_path / "log.parquet", catalog=tmp_path / "sizes.json", host_bytes=10**9, out=tmp_path / "file" / "out")
+
+
 def test_too_short_a_log_is_refused_with_what_is_needed(tmp_path: Path) -> None:
     short = two_kinds(tmp_path, days=2)
     with pytest.raises(InputError, match=r"covers 2\.0 days; windows are tuned on 3 days or more"):

@@ -14,7 +14,6 @@ from prefetcher.config import Settings
 from prefetcher.core.totals import Totals, TotalsKey
 from prefetcher.errors import PrefetcherError, UnavailableError, UsageError, shortened
 from prefetcher.parquet_files import write_table
-from prefetcher.ports import Topic
 from prefetcher.report.messages import BY, Report
 from prefetcher.report.tables import Cell, orders_table, sums_table
 from prefetcher.report.terminal import shown
@@ -74,7 +73,7 @@ def rebuilt(settings: Settings, asked: Asked) -> str:
         UnavailableError: the broker is away, or another process has the folder of the streams.
         UsageError: as `asked_of`, or a folder without streams.
     """
-    from prefetcher.app import clock_of, open_streams
+    from prefetcher.app import clock_of, open_told
     from prefetcher.controller.rebuild import rebuild_ledgers
     from prefetcher.report.build import Question, build_report, hours_of
     from prefetcher.report.desk import time_of
@@ -86,12 +85,7 @@ def rebuilt(settings: Settings, asked: Asked) -> str:
     since_s = time_of(asked.since, now_s, "since") or None
     if since_s is not None and since_s >= until_s:
         raise UsageError(f"since ({asked.since}) must lie before until ({asked.until or 'now'})")
-    folder = settings.state.dir.expanduser().absolute()
-    if settings.kafka.brokers is None and not (folder / Topic.OUTCOMES.value).is_dir():
-        raise UsageError(
-            f"{folder} holds no outcomes; name the state folder of `prefetcher up` with --state-dir, or a broker in the settings"
-        )
-    streams = open_streams(settings)
+    streams = open_told(settings)
     try:
         streams.prepare()
         ledgers, unread = rebuild_ledgers(streams)

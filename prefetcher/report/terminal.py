@@ -15,6 +15,10 @@ from prefetcher.words import printable, span
 
 __all__ = ["idle_line", "shown"]
 
+#: Nodes that something is missing of, in lines; of more their number is told.
+_MISSING_SHOWN = 20
+#: What requests found is not known by tier.
+_UNKNOWN_BY_TIER = frozenset({"cold starts"})
 _COLUMNS: tuple[tuple[str, Callable[[Figures], str]], ...] = (
     ("requests", lambda f: f"{f.requests:,}"),
     ("cold starts", lambda f: f"{f.cold_starts:,}"),
@@ -56,7 +60,9 @@ def _lines(report: Report) -> list[str]:
     total = report.total
     since = "the installation" if report.since_s is None else _time(report.from_hour_s or report.since_s)
     lines = [f"from {since} to {_time(report.until_s)}, {len(report.nodes)} node{'' if len(report.nodes) == 1 else 's'}, whole hours"]
-    lines += [f"missing: {each.node}: {each.reason}" for each in report.missing]
+    lines += [f"missing: {each.node}: {each.reason}" for each in report.missing[:_MISSING_SHOWN]]
+    if len(report.missing) > _MISSING_SHOWN:
+        lines.append(f"missing: and of {len(report.missing) - _MISSING_SHOWN:,} more: --json names them")
     lines.append(
         f"{total.requests:,} requests, {total.cold_starts:,} cold starts, {total.joined:,} joined a load, {total.bypassed:,} served from "
         f"below; {total.cold_s:,.1f} s waited in all"
@@ -121,7 +127,8 @@ def _groups(report: Report) -> Table:
         column.justify = "right"
     for group in report.groups:
         name = _time(float(group.name)) if report.by == "hour" else printable(group.name)
-        table.add_row(name, *(text(group.figures) for _, text in _COLUMNS))
+        hidden = _UNKNOWN_BY_TIER if report.by == "tier" else frozenset()
+        table.add_row(name, *("-" if column in hidden else text(group.figures) for column, text in _COLUMNS))
     return table
 
 

@@ -77,6 +77,9 @@ def tune_command(
             log, catalog=catalog, models_dir=models, default_bytes=default_bytes, field_map=map, tz=tz, strict=strict,
             progress=lambda done, total: progress(done / max(total, 1), "reading the log"),
         )  # fmt: skip
+        if out is not None:
+            # Whether it can be written is known before the work, not after it.
+            out.mkdir(parents=True, exist_ok=True)
         if not errors.is_terminal and not compiled():
             errors.print("compiling for this machine, once: about half a minute", soft_wrap=True, highlight=False)
         compile_kernels(progress)
@@ -89,7 +92,6 @@ def tune_command(
     for note in result["input"]["notes"]:
         errors.print(f"note: {note}", soft_wrap=True, highlight=False, markup=False)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         (out / "windows.json").write_text(json.dumps(result["book"], ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         (out / "tune.json").write_text(json.dumps(result, ensure_ascii=False, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         write_report(out / "report.html", result)
