@@ -187,6 +187,8 @@ def test_tune_says_what_it_chose_and_writes_a_book(tmp_path: Path, capsys: pytes
     page = (out / "report.html").read_text()
     assert all(segment["name"] in page for segment in document["segments"])
     assert "http://" not in page.split("<script>")[0]
+    told = page.partition("What was changed, in order")[2].partition("</ul>")[0].count("<li>")
+    assert told == max(1, len({(d["at_s"], tuple(d["new"].values()), d["why"]) for d in document["decisions"]}))
 
 
 def test_tune_refuses_what_cannot_be(tmp_path: Path) -> None:

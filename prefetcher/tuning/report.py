@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from prefetcher.core.types import Window
+from prefetcher.core.windows import window_in_words
 from prefetcher.replay.report import figure_section, html_table
 from prefetcher.replay.report_figures import Figure
 from prefetcher.replay.verdict import plain_number
@@ -87,8 +90,17 @@ def _segments(result: Mapping[str, Any]) -> str:
 
 
 def _changes(result: Mapping[str, Any]) -> str:
-    said = [f"{d['segment']}: {d['why']}" for d in result["decisions"]]
+    together: dict[tuple[float, str, str], list[str]] = {}
+    for change in result["decisions"]:
+        window = window_in_words(Window(**change["new"]))
+        together.setdefault((change["at_s"], window, change["why"]), []).append(change["segment"])
+    said = [f"{datetime.fromtimestamp(at_s, UTC):%d %b %H:%M} UTC, {_segments_in_words(names, result)}: {window}; {why}"
+            for (at_s, window, why), names in together.items()]  # fmt: skip
     return _list("What was changed, in order", said or ["nothing: no window would have cost less by more than chance"])
+
+
+def _segments_in_words(names: Sequence[str], result: Mapping[str, Any]) -> str:
+    return "every segment" if len(names) > 1 and len(names) == len(result["segments"]) else "; ".join(names)
 
 
 def _list(title: str, lines: Sequence[str]) -> str:
