@@ -99,6 +99,18 @@ def test_old_evidence_fades() -> None:
     assert learn(tuner, [[100.0, 110.0, 90.0, 105.0]], 36, from_h=72) == [("beats", LONG)]
 
 
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_was_changed_stands_for_a_day(restart: bool) -> None:
+    tuner = WindowTuner(book_of(TWO[:1]), replace(SETTINGS, half_life_s=4 * HOUR), CHOICES)
+    assert learn(tuner, [[100.0, 90.0, 110.0, 105.0]], 6) == [("beats", SHORT)], "in the fifth hour"
+    if restart:
+        again = WindowTuner(tuner.book, tuner.settings, CHOICES)
+        again.restore(json.loads(json.dumps(tuner.snapshot())))
+        tuner = again
+    assert not learn(tuner, [[100.0, 110.0, 90.0, 105.0]], 23, from_h=6), "however much better another is"
+    assert learn(tuner, [[100.0, 110.0, 90.0, 105.0]], 1, from_h=29) == [("beats", LONG)]
+
+
 def test_all_segments_move_together_where_that_is_certain() -> None:
     """What each segment alone would change drowns in noise; all together it is as large as the noise of an hour. Pinned ones stay."""
     rng = np.random.default_rng(4)

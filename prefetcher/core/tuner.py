@@ -69,7 +69,8 @@ class TunerSettings:
     """`price_s_per_gb_h`: seconds of waiting that a GB held for an hour is worth; `waste_gb_h_per_day` bounds what is wasted, if given.
 
     `half_life_s` of the evidence; `hysteresis`, as a share of the whole cost; `certainty`, how many times the root of the summed squares
-    a gain must be, for all segments together and for one `alone`; `settle_periods` pass before anything changes. Half-life, hysteresis and
+    a gain must be, for all segments together and for one `alone`; `settle_periods` pass before anything changes, and what was changed
+    stands for `stands_s`: of a dozen candidates one is always lucky, and hour by hour windows would follow luck. Half-life, hysteresis and
     certainty did best on the first weeks of three logs: twice the certainty misses changes that pay, none follows every lucky hour.
     """
 
@@ -78,6 +79,7 @@ class TunerSettings:
     half_life_s: float = 86_400.0
     hysteresis: float = 0.002
     settle_periods: int = 6
+    stands_s: float = 86_400.0
     certainty: float = 1.0
     certainty_alone: float = 3.0
 
@@ -142,6 +144,7 @@ class WindowTuner:
         self._candidates = tuple(candidates)
         self.dual_price = 0.0
         self._tightness = 1.0
+        self._changed_s = -math.inf
         #: What each candidate would have cost as the window of all, and squares of differences between each two: float64[candidates, 3] and
         #: float64[candidates, candidates], whatever the segments are.
         self._of_all = np.zeros((len(self._candidates), 3))
@@ -199,7 +202,7 @@ class WindowTuner:
         self._keep_budget(in_force, period_s)
         if together is not None:
             self._learn_together(together, in_force, fade, period_s)
-        if self._periods < self.settings.settle_periods:
+        if self._periods < self.settings.settle_periods or now_s - self._changed_s < self.settings.stands_s:
             return []
         decisions = self._decide_together(now_s)
         if not decisions:
@@ -208,6 +211,7 @@ class WindowTuner:
         for decision in decisions:
             self.book = self.book.changed(decision.segment, decision.new, now_s, decision.why)
         if decisions:
+            self._changed_s = now_s
             self._begin_together()
         return decisions
 
@@ -332,6 +336,7 @@ class WindowTuner:
             "periods": self._periods,
             "dual_price": self.dual_price,
             "tightness": self._tightness,
+            "changed_s": self._changed_s if math.isfinite(self._changed_s) else None,
             "together": self._together.tolist(),
             "together_squares": self._together_squares.tolist(),
             "together_s": self._together_s,
@@ -363,6 +368,7 @@ class WindowTuner:
             self.windows, self._costs, self._squares = windows, costs, squares
             self._weight_s, self._periods = float(state["weight_s"]), int(state["periods"])
             self.dual_price, self._tightness = float(state["dual_price"]), float(state["tightness"])
+            self._changed_s = -math.inf if state["changed_s"] is None else float(state["changed_s"])
             self._together, self._together_squares = together, together_squares
             self._of_all, self._of_all_squares = of_all, of_all_squares
             self._of_all_s, self._of_all_periods = float(state["of_all_s"]), int(state["of_all_periods"])
