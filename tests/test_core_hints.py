@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prefetcher.core.hints import Hint, HintBook
@@ -78,6 +78,7 @@ def test_a_row_from_before_the_hint_does_not_keep_it() -> None:
     assert book.used("m", 101.0) == 1
 
 
+@example(steps=[("x", 1, 1, 0.0), ("a", 0, 0, 1.0), ("x", 1, 1, 0.0), ("a", 0, 0, 37.0), ("e", 0, 0, 23.0)])
 @given(st.lists(st.tuples(st.sampled_from("auxe"), st.integers(0, 3), st.integers(0, 2), st.floats(0, 50)), max_size=60))
 def test_every_hint_is_settled_once_and_a_restart_changes_nothing(steps: list[tuple[str, int, int, float]]) -> None:
     book, twin, now_s, new = HintBook(), HintBook(), 0.0, 0

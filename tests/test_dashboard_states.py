@@ -86,7 +86,7 @@ def settled(page: Page) -> None:
     """Until the open tab has figures."""
     page.wait_for_selector("main section")
     page.wait_for_selector(".live .sign.good")
-    page.locator(".waiting").wait_for(state="detached")
+    eventually(lambda: page.locator(".waiting").count() == 0)
 
 
 def address_of(url: str, fleet: Fleet, tab: str) -> str:

@@ -195,10 +195,11 @@ class HintBook:
         """Settles what is over at `now_s` as broken. How many there were."""
         over = 0
         while self._ends and self._ends[0][0] <= now_s:
-            _, model, source, session = heapq.heappop(self._ends)
+            end_s, model, source, session = heapq.heappop(self._ends)
             mine = self._open.get(model, {})
             hint = mine.get((source, session))
-            if hint is None or hint.until_s > now_s:
+            # One that was moved out has another entry, and its turn is then.
+            if hint is None or hint.until_s > end_s:
                 continue
             del mine[source, session]
             self._forget(hint)
