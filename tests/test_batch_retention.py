@@ -10,7 +10,8 @@ from prefetcher.batch.retention import compact_history, remove_old_history
 from prefetcher.batch.scheduler import Run
 from prefetcher.batch.training import rows_of_history
 from prefetcher.clock import VirtualClock
-from prefetcher.ingest.history import hour_path, read_hours, write_hour
+from prefetcher.ingest import history
+from prefetcher.ingest.history import compact_day, hour_path, read_hours, write_hour
 
 DAY_S = 86_400.0
 NOON = 20_000 * 24 + 12
@@ -68,3 +69,21 @@ def test_rows_of_history_come_in_order_hour_by_hour_and_add_up(tmp_path: Path) -
     assert sum(row.count for row in rows if row.model == "a") == 27
     assert sum(row.count for row in rows if row.model == "b") == 3
     assert all((NOON * 60 + 59) * 60.0 <= row.ts < (NOON + 1) * 3600.0 for row in hours[0])
+
+
+def test_who_reads_a_day_while_its_hours_are_put_together_reads_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for back in (0, 1, 2):
+        path = write_hour(tmp_path, 0, NOON - back, {(NOON - back) * 60: {"a": back + 1}})
+    before = list(read_hours(tmp_path))
+    real, done = history.read_hour, []
+
+    def read_hour(of: Path) -> dict[int, dict[str, int]]:
+        if len(done) == 1:
+            done.append(of)
+            assert compact_day(path.parent) == 3
+        done.append(of)
+        return real(of)
+
+    monkeypatch.setattr(history, "read_hour", read_hour)
+    assert list(read_hours(tmp_path)) == before
+    assert not path.exists()

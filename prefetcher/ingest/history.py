@@ -67,10 +67,15 @@ def compact_day(folder: Path) -> int:
 
 def _read_day(folder: Path) -> dict[int, dict[str, int]]:
     """Everything that is kept of a day: of what stands in two files, the larger counts."""
-    found: dict[int, dict[str, int]] = {}
-    for path in [*sorted(folder.glob("hour=*.parquet")), *folder.glob(_DAY)]:
-        _merge(found, read_hour(path))
-    return found
+    while True:
+        found: dict[int, dict[str, int]] = {}
+        try:
+            for path in [*sorted(folder.glob("hour=*.parquet")), *folder.glob(_DAY)]:
+                _merge(found, read_hour(path))
+        except FileNotFoundError:
+            # Put into the day's file or removed since it was listed: what is there now has all that is kept.
+            continue
+        return found
 
 
 def _merge(into: dict[int, dict[str, int]], counts: MinuteRows) -> None:
