@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Container
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +210,24 @@ def test_a_node_that_is_too_busy_to_be_read_is_read_again() -> None:
     assert [reading.cold_starts for reading in side.readings] == [2, 6]
     with pytest.raises(UnavailableError):
         run_side("side", _BusyNode(range(10**6)), [], [], 100.0, VirtualClock())
+
+
+def test_what_the_node_refuses_is_told_with_its_reason() -> None:
+    class Busy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(503)
+            self.end_headers()
+            self.wfile.write(b'{"detail": "the disk is full"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        node = DemoNode.__new__(DemoNode)
+        node.url = f"http://127.0.0.1:{server.server_port}"
+        with pytest.raises(UnavailableError, match=r"refuses /v1/requests with 503: .*the disk is full"):
+            node.ask("/v1/requests", [])
+        server.shutdown()
+        thread.join()

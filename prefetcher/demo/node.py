@@ -128,6 +128,9 @@ class DemoNode:
         try:
             with urllib.request.urlopen(request, timeout=30.0) as answer:
                 return str(answer.read().decode())
+        except urllib.error.HTTPError as exc:
+            said = exc.read(2_000).decode(errors="replace")
+            raise UnavailableError(f"the demo's node refuses {path} with {exc.code}: {said}") from exc
         except (urllib.error.URLError, OSError) as exc:
             raise UnavailableError(f"the demo's node does not answer at {self.url}{path}: {exc}") from exc
 
