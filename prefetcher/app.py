@@ -11,7 +11,7 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -430,8 +430,9 @@ def open_streams(settings: Settings) -> Streams:
     return FileStreams(folder, settings.stream.segment_bytes, settings.stream.keep_segments)
 
 
-def open_told(settings: Settings) -> Streams:
-    """As `open_streams`, for who only reads what agents told.
+@contextlib.contextmanager
+def told_streams(settings: Settings) -> Iterator[Streams]:
+    """The streams, ready and closed afterwards, for who only reads what agents told.
 
     Raises:
         UsageError: there is no broker, and the folder has no outcomes. None is made.
@@ -441,7 +442,9 @@ def open_told(settings: Settings) -> Streams:
         raise UsageError(
             f"{folder} has no outcomes; name the state folder of `prefetcher up` with --state-dir, or a broker in the settings"
         )
-    return open_streams(settings)
+    with contextlib.closing(open_streams(settings)) as streams:
+        streams.prepare()
+        yield streams
 
 
 def forget_user(settings: Settings, user: str) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from prefetcher.app import open_told
+from prefetcher.app import told_streams
 from prefetcher.config import Settings
 from prefetcher.controller.rebuild import NodeLedger, rebuild_ledgers
 
@@ -25,12 +25,8 @@ def rebuilt(settings: Settings, *, as_json: bool) -> str:
         UnavailableError: the broker is away, or another process has the folder of the streams.
         UsageError: a folder without streams.
     """
-    streams = open_told(settings)
-    try:
-        streams.prepare()
+    with told_streams(settings) as streams:
         ledgers, unread = rebuild_ledgers(streams)
-    finally:
-        streams.close()
     if as_json:
         nodes = {node: _facts(ledger) for node, ledger in sorted(ledgers.items())}
         return msgspec.json.format(msgspec.json.encode({"nodes": nodes, "unread": unread})).decode()

@@ -77,12 +77,12 @@ def test_who_reads_a_day_while_its_hours_are_put_together_reads_all_of_it(tmp_pa
     before = list(read_hours(tmp_path))
     real, done = history.read_hour, []
 
-    def read_hour(of: Path) -> dict[int, dict[str, int]]:
+    def read_hour(of: Path, model: str | None = None) -> dict[int, dict[str, int]]:
         if len(done) == 1:
             done.append(of)
             assert compact_day(path.parent) == 3
         done.append(of)
-        return real(of)
+        return real(of, model)
 
     monkeypatch.setattr(history, "read_hour", read_hour)
     assert list(read_hours(tmp_path)) == before

@@ -258,8 +258,13 @@ def test_closed_hours_are_read_where_they_are(past: Past, tmp_path: Path) -> Non
     assert past.rows("m0", T0 - 86_400, T0)[0][hour * 60 + 5] == 6
     assert path == hour_path(tmp_path / "history", 0, hour)
     compact_day(path.parent)
+    # Partitions were increased meanwhile, and the model moved.
+    moved = write_hour(tmp_path / "history", 3, hour, {hour * 60 + 5: {"m0": 2}})
     rows, whole_from_s = past.rows("m0", T0 - 86_400, T0)
-    assert (rows[hour * 60 + 5], whole_from_s) == (6, T0 - 86_400)
+    assert (rows[hour * 60 + 5], whole_from_s) == (8, T0 - 86_400)
+    moved.write_bytes(b"no parquet")
+    rows, whole_from_s = past.rows("m0", T0 - 86_400, T0)
+    assert (rows[hour * 60 + 5], whole_from_s) == (0, 60.0 * (int(T0 // 60) - 200)), "what can't be read is not said to be nothing"
 
 
 def test_the_story_of_one_model(past: Past) -> None:

@@ -144,15 +144,7 @@ def _take_back(burst: _Burst, work: _Work, w: int) -> None:
 
 
 def _is_idle(burst: _Burst, work: _Work, n: int) -> bool:
-    if burst.running_s[n] > 0.0:
-        return False
-    for q in range(burst.queue_s.shape[1]):
-        if burst.queue_s[n, q] > 0.0:
-            return False
-    for w in range(len(work.loading)):  # noqa: SIM110 - compiled
-        if work.loading[w] == n:
-            return False
-    return True
+    return bool(burst.running_s[n] <= 0.0 and not (burst.queue_s[n] > 0.0).any() and not (work.loading == n).any())
 
 
 def _is_far_sooner(queued_s: float, idle_s: float) -> bool:

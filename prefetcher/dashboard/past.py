@@ -18,6 +18,7 @@ import redis
 from prefetcher.batch.forecasting import tables_between
 from prefetcher.errors import PrefetcherError, UnavailableError
 from prefetcher.ingest.tables import TablesReader, why
+from prefetcher.telemetry.logs import log
 
 if TYPE_CHECKING:
     from prefetcher_models.seasonal_artifact import NamedSeasons
@@ -93,41 +94,25 @@ class Past:
         if kept_from is None or kept_from <= first:
             return found, from_s
         older = self._closed_hours(model, first, kept_from - 1)
+        if not older:
+            return found, 60.0 * kept_from
         for minute, rows in older.items():
             found.setdefault(minute, rows)
-        return found, from_s if older else 60.0 * kept_from
+        return found, from_s
 
     def _closed_hours(self, model: str, first: int, last: int) -> Counter[int]:
-        """From the files of hours that are over; nothing where there are none here."""
+        """From the files of hours that are over; nothing where there are none here, or one of them can't be read."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        from prefetcher.ingest.history import hour_path
+        from prefetcher.ingest.history import read_model
 
-        found: Counter[int] = Counter()
-        if self._history is None or not self._history.is_dir():
-            return found
-        days: set[Path] = set()
-        for partition in sorted(self._history.glob("partition=*")):
-            number = int(partition.name.removeprefix("partition="))
-            for hour in range(first // 60, last // 60 + 1):
-                path = hour_path(self._history, number, hour)
-                if path.parent / "day.parquet" not in days and path.parent.is_dir():
-                    days.add(path.parent / "day.parquet")
-                    self._add(found, path.parent / "day.parquet", model, pa, pq)
-                self._add(found, path, model, pa, pq)
-        return Counter({minute: rows for minute, rows in found.items() if first <= minute <= last})
-
-    @staticmethod
-    def _add(found: Counter[int], path: Path, model: str, pa: object, pq: object) -> None:
-        if not path.is_file():
-            return
+        if self._history is None:
+            return Counter()
         try:
-            table = pq.read_table(path, filters=[("model", "=", model)])  # type: ignore[attr-defined]
-        except (OSError, pa.ArrowException):  # type: ignore[attr-defined]
-            return
-        for minute, rows in zip(table["minute"].to_pylist(), table["rows"].to_pylist(), strict=True):
-            found[minute] = max(rows, found.get(minute, 0))
+            return read_model(self._history, model, first, last)
+        except (OSError, pa.ArrowException) as exc:
+            log().warning("history_unreadable", reason=str(exc), then="requests are shown since the state server counts them")
+            return Counter()
 
     def forecasts(self, model: str, from_s: float, until_s: float, for_s: float) -> list[Band] | None:
         """What was forecast for times of `for_s` seconds, each as of its beginning; None where no forecasts are kept here."""

@@ -7,6 +7,7 @@ which hours are closed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ import pyarrow.parquet as pq
 
 from prefetcher.parquet_files import write_table
 
-__all__ = ["MINUTES_AN_HOUR", "compact_day", "hour_path", "read_hour", "read_hours", "write_hour"]
+__all__ = ["MINUTES_AN_HOUR", "compact_day", "hour_path", "read_hour", "read_hours", "read_model", "write_hour"]
 
 MINUTES_AN_HOUR = 60
 _SCHEMA = pa.schema([("minute", pa.int32()), ("model", pa.string()), ("rows", pa.int64())])
@@ -65,13 +66,13 @@ def compact_day(folder: Path) -> int:
     return len(hours)
 
 
-def _read_day(folder: Path) -> dict[int, dict[str, int]]:
-    """Everything that is kept of a day: of what stands in two files, the larger counts."""
+def _read_day(folder: Path, model: str | None = None) -> dict[int, dict[str, int]]:
+    """Everything that is kept of a day, or of one model in it: of what stands in two files, the larger counts."""
     while True:
         found: dict[int, dict[str, int]] = {}
         try:
             for path in [*sorted(folder.glob("hour=*.parquet")), *folder.glob(_DAY)]:
-                _merge(found, read_hour(path))
+                _merge(found, read_hour(path, model))
         except FileNotFoundError:
             # Put into the day's file or removed since it was listed: what is there now has all that is kept.
             continue
@@ -94,11 +95,11 @@ def _write(path: Path, merged: MinuteRows) -> None:
     write_table(path, table)
 
 
-def read_hour(path: Path) -> dict[int, dict[str, int]]:
-    """Rows by minute and model of one file."""
+def read_hour(path: Path, model: str | None = None) -> dict[int, dict[str, int]]:
+    """Rows by minute and model of one file; of one model alone where it is named."""
     found: dict[int, dict[str, int]] = {}
     with path.open("rb") as file:
-        table = pq.read_table(file)
+        table = pq.read_table(file, filters=None if model is None else [("model", "=", model)])
     for minute, model, rows in zip(*(table[name].to_pylist() for name in _SCHEMA.names), strict=True):
         found.setdefault(minute, {})[model] = rows
     return found
@@ -110,3 +111,18 @@ def read_hours(folder: Path) -> Iterator[tuple[int, int, dict[str, int]]]:
         partition = int(day.parts[-2].removeprefix("partition="))
         for minute, models in sorted(_read_day(day).items()):
             yield partition, minute, models
+
+
+def read_model(folder: Path, model: str, first: int, last: int) -> Counter[int]:
+    """Rows of one model by minute from `first` to `last`, inclusive, as far as they are kept.
+
+    Raises OSError or pyarrow.ArrowException for a file that can't be read.
+    """
+    days = [f"date={datetime.fromtimestamp(minute * 60, UTC):%Y-%m-%d}" for minute in (first, last)]
+    found: Counter[int] = Counter()
+    for day in folder.glob("partition=*/date=*"):
+        if days[0] <= day.name <= days[1]:
+            for minute, models in _read_day(day, model).items():
+                if first <= minute <= last:
+                    found[minute] += models[model]
+    return found

@@ -73,7 +73,7 @@ def rebuilt(settings: Settings, asked: Asked) -> str:
         UnavailableError: the broker is away, or another process has the folder of the streams.
         UsageError: as `asked_of`, or a folder without streams.
     """
-    from prefetcher.app import clock_of, open_told
+    from prefetcher.app import clock_of, told_streams
     from prefetcher.controller.rebuild import rebuild_ledgers
     from prefetcher.report.build import Question, build_report, hours_of
     from prefetcher.report.desk import time_of
@@ -85,12 +85,8 @@ def rebuilt(settings: Settings, asked: Asked) -> str:
     since_s = time_of(asked.since, now_s, "since") or None
     if since_s is not None and since_s >= until_s:
         raise UsageError(f"since ({asked.since}) must lie before until ({asked.until or 'now'})")
-    streams = open_told(settings)
-    try:
-        streams.prepare()
+    with told_streams(settings) as streams:
         ledgers, unread = rebuild_ledgers(streams)
-    finally:
-        streams.close()
     nodes = [ledger.sums for _, ledger in sorted(ledgers.items()) if ledger.sums.seq >= 0]
     limits = settings.report
     question = Question(until_s, since_s, asked.by, asked.most, limits.slo_under_s, limits.slo_target_ratio)
