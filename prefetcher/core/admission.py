@@ -83,7 +83,9 @@ def admit(
         paused = weights.copies[tier].stage is Stage.PAUSED
         return Admission(Verdict.START if paused else Verdict.WAIT)
     guess = rank in (Rank.PREFETCH, Rank.CARRY)
-    if rank is Rank.DEMAND and not weights.pinned and below_price(weights, holdings, price_per_byte_s, now_s):
+    # Nothing can be opened below the disk: demand comes there whatever it is worth.
+    may_bypass = rank is Rank.DEMAND and not weights.pinned and tier > Tier.DISK
+    if may_bypass and below_price(weights, holdings, price_per_byte_s, now_s):
         return Admission(Verdict.BYPASS, "price")
     budget = holdings.budget(tier, prefetch=guess)
     if budget is None:
@@ -118,7 +120,8 @@ def _make_room(holdings: Holdings, weights: Weights, tier: Tier, rank: Rank, nee
     victims = _as_set(candidates, holdings, need, now_s)
     if not victims:
         return Admission(Verdict.NO_ROOM, "no_room")
-    if rank is Rank.HAND or weights.pinned or _worth(weights, victims, holdings, now_s):
+    forced = rank is Rank.HAND or (rank is Rank.DEMAND and tier <= Tier.DISK)
+    if forced or weights.pinned or _worth(weights, victims, holdings, now_s):
         return Admission(Verdict.WAIT, "pause_first") if moving else Admission(Verdict.EVICT, "room", victims, dropped)
     return Admission(Verdict.BYPASS, "victims_worth_more")
 

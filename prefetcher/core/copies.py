@@ -200,6 +200,8 @@ class Holdings:
 
     def __init__(self, limits: NodeLimits) -> None:
         self.limits = limits
+        #: Bytes that may be taken by tier, as they were said last.
+        self.budgets = dict(limits.budget_bytes)
         #: Whether nothing is loaded, for as long as the switch says so.
         self.observing = limits.observe
         self.weights: dict[WeightsKey, Weights] = {}
@@ -245,7 +247,7 @@ class Holdings:
 
     def budget(self, tier: Tier, *, prefetch: bool = False) -> int | None:
         """Bytes that may be taken in the tier in all, or None: unbounded."""
-        whole = None if tier is Tier.REMOTE else self.limits.budget_bytes.get(tier)
+        whole = None if tier is Tier.REMOTE else self.budgets.get(tier)
         if whole is None or not prefetch:
             return whole
         return whole - self.limits.reserve_bytes.get(tier, 0)
@@ -259,7 +261,9 @@ class Holdings:
         )
 
     def pinned_bytes(self, tier: Tier, but: WeightsKey) -> int:
-        return sum(self.weights[k].bytes for k in self.in_tier[tier] if k != but and self.weights[k].pinned)
+        """Bytes that no room is made of: of pins, and on disk of what is nowhere below."""
+        others = [self.weights[key] for key in self.in_tier[tier] if key != but]
+        return sum(w.bytes for w in others if w.pinned or (tier is Tier.DISK and not w.ready(Tier.REMOTE)))
 
     def may_leave(self, weights: Weights, tier: Tier) -> bool:
         """Whether the copy can be given up: ready, unleased, unpinned, no transfer's source, wanted by nobody, not the last copy."""

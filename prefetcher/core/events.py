@@ -57,6 +57,7 @@ __all__ = [
     "RefuseOrder",
     "RefusePlan",
     "Requested",
+    "SpaceSeen",
     "SwitchVersion",
     "SwitchedOff",
     "SwitchedOn",
@@ -172,9 +173,12 @@ class WeightsLoaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadPaused:
+    """The load stands still and keeps its memory. `retry_after_s`: it paused by itself, and can't go on before."""
+
     key: WeightsKey
     tier: Tier
     bytes_done: int
+    retry_after_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +266,14 @@ class AgentRestarted:
 
 
 @dataclass(frozen=True, slots=True)
+class SpaceSeen:
+    """From now on `tier` may hold `budget_bytes` in all, what is there included; more than that may be there already."""
+
+    tier: Tier
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time passed: holds, deadlines and back-offs are looked at. Send one at least every few seconds."""
 
@@ -286,6 +298,7 @@ Event = (
     | SwitchedOff
     | SwitchedOn
     | AgentRestarted
+    | SpaceSeen
     | Ticked
 )
 

@@ -124,6 +124,8 @@ class ResidencyMachine:
                     self.plans.stop_prefetching("observe")
             case ev.AgentRestarted():
                 self._adopt(event.kept)
+            case ev.SpaceSeen():
+                self.holdings.budgets[event.tier] = event.budget_bytes
             case ev.Ticked():
                 self._ticked()
 
@@ -190,7 +192,7 @@ class ResidencyMachine:
             self.transfers.end_pending(old, goal, Ending.REPLACED, "newer_version", self._now_s)
         loads = not self.holdings.observing
         near = [t for t, c in old.copies.items() if loads and (c.stage in IN_FLIGHT or c.stage is Stage.READY)]
-        new.carry_to = max([Tier.DISK, *near])
+        new.carry_to = max(near, default=Tier.REMOTE)
         base = new.highest_ready()
         if base is not None and base >= new.carry_to:
             self.links.switch(new)
@@ -288,6 +290,8 @@ class ResidencyMachine:
             self._skip("paused", "not_moving", event.key)
             return
         self.transfers.paused(weights, event.tier, event.bytes_done, self._now_s)
+        if event.retry_after_s > 0.0:
+            weights.retry_at_s = self._now_s + event.retry_after_s
 
     def _load_failed(self, event: ev.LoadFailed) -> None:
         weights, copy = self._copy(event.key, event.tier)

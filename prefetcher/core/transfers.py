@@ -168,7 +168,9 @@ class Transfers:
         weights.failures = 0
         weights.retry_at_s = 0.0
         pending = self.pending_behind(weights, tier)
-        if pending is not None and pending.begun and not pending.used:
+        is_goal = pending is not None and pending.order.tier == tier
+        if pending is not None and pending.begun and not pending.used and (is_goal or tier > Tier.DISK):
+            # What lies on disk on the way to a higher tier stays until room is needed.
             copy.hold_until_s = now_s + pending.order.hold_s
         if pending is not None and pending.begun and pending.order.tier == tier:
             del weights.pending[tier]
