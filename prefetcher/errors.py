@@ -14,7 +14,8 @@
     ├── TemporaryError             worth trying again: carries `retry_after_s`
     │   ├── NoRoomError            memory or disk is full just now
     │   ├── UnavailableError       a server, agent or controller does not answer
-    │   └── RateLimitedError       too many requests from one source
+    │   ├── RateLimitedError       too many requests from one source
+    │   └── ChangedError           what was being read was replaced meanwhile
     └── PredictorError             a predictor failed; the caller falls back and counts it
         └── ArtifactError          what was fitted is missing, damaged, foreign or not understood, or can't be published
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 __all__ = [
     "ArtifactError",
     "BudgetError",
+    "ChangedError",
     "InputError",
     "IntegrityError",
     "LockLimitError",
@@ -126,6 +128,10 @@ class UnavailableError(TemporaryError):
 
 class RateLimitedError(TemporaryError):
     """Too many requests from one source."""
+
+
+class ChangedError(TemporaryError):
+    """What was being read was replaced meanwhile: look again."""
 
 
 class PredictorError(PrefetcherError):

@@ -6,7 +6,7 @@ A real implementation and its twin in memory pass the same contract tests. The c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -23,12 +23,14 @@ __all__ = [
     "Partition",
     "Positions",
     "StateStore",
+    "StoredObject",
     "StreamReader",
     "StreamWriter",
     "Streams",
     "Topic",
     "WeightsCatalog",
     "WeightsEntry",
+    "WeightsStore",
 ]
 
 
@@ -254,6 +256,50 @@ class WeightsEntry:
     key: WeightsKey
     size_bytes: int
     files: tuple[Path, ...] = field(default=())
+
+
+class StoredObject(NamedTuple):
+    """A file of a store: its path below the store's place, and a tag that differs once it was replaced ('' where the store has none)."""
+
+    path: str
+    bytes: int
+    tag: str
+    modified_s: float
+
+
+class WeightsStore(Protocol):
+    """A place that many nodes fetch models from. Safe for threads.
+
+    Every method raises `UnavailableError` or `RateLimitedError` (with the seconds that the store asked for, 0 where it said nothing) where
+    the store does not answer now, and `UsageError` where it refuses this program.
+    """
+
+    @property
+    def place(self) -> str:
+        """Where it is, as it may be shown."""
+        ...
+
+    def objects(self) -> Sequence[StoredObject]:
+        """All files."""
+        ...
+
+    def read(self, path: str, most_bytes: int) -> bytes:
+        """A small file. Raises `IntegrityError` where it is not there, `ArtifactError` where it has more bytes."""
+        ...
+
+    def read_range(self, found: StoredObject, start: int, into: memoryview, go_on: Callable[[], bool]) -> int:
+        """Fills `into` from the file's bytes at `start`; how many came: fewer at its end, and where `go_on` says no.
+
+        Raises:
+            ChangedError: the file is no longer what `found` says.
+        """
+        ...
+
+    def write(self, path: str, parts: Iterator[bytes]) -> None:
+        """Writes a file whole, or not at all."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class WeightsCatalog(Protocol):

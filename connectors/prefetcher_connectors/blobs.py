@@ -195,6 +195,11 @@ class StoreBlobs:
     def place(self) -> str:
         return self._place
 
+    @property
+    def store(self) -> Any:
+        """obstore's own, for what is no small file; ask it by `asked`."""
+        return self._store
+
     def read(self, path: str, most_bytes: int) -> Blob | None:
         import obstore
 
@@ -205,14 +210,14 @@ class StoreBlobs:
             return Blob(bytes(found.bytes()), {key: found.meta.get(key) for key in ("e_tag", "version")})
 
         try:
-            return self._asked(get)
+            return self.asked(get)
         except FileNotFoundError:
             return None
 
     def write(self, path: str, content: bytes) -> None:
         import obstore
 
-        self._asked(lambda: obstore.put(self._store, path, content, use_multipart=False))
+        self.asked(lambda: obstore.put(self._store, path, content, use_multipart=False))
 
     def replace(self, path: str, content: bytes, tag: Any) -> bool:
         import obstore
@@ -220,7 +225,7 @@ class StoreBlobs:
 
         mode: Any = "create" if tag is None else {key: value for key, value in tag.items() if value is not None}
         try:
-            self._asked(lambda: obstore.put(self._store, path, content, mode=mode))
+            self.asked(lambda: obstore.put(self._store, path, content, mode=mode))
         except (AlreadyExistsError, PreconditionError):
             return False
         return True
@@ -230,7 +235,7 @@ class StoreBlobs:
 
         prefix = f"{folder}/" if folder else ""
         # By their files: some stores name folders for a while after the last file is gone.
-        found = self._asked(lambda: obstore.list(self._store, prefix or None).collect())
+        found = self.asked(lambda: obstore.list(self._store, prefix or None).collect())
         inside = (str(entry["path"]).removeprefix(prefix) for entry in found)
         return sorted({path.partition("/")[0] for path in inside if "/" in path})
 
@@ -245,9 +250,9 @@ class StoreBlobs:
                 with suppress(FileNotFoundError):
                     obstore.delete(self._store, path)
 
-        self._asked(delete)
+        self.asked(delete)
 
-    def _asked(self, ask: Callable[[], _T]) -> _T:
+    def asked(self, ask: Callable[[], _T]) -> _T:
         """What the store answers; its own errors as the program's, without their texts, which may hold a signed address."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, PreconditionError, UnauthenticatedError
 
