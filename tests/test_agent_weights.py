@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import resource
 import signal
 import struct
@@ -231,6 +232,30 @@ def test_a_paused_load_stops_at_a_boundary_and_resumes_right(tmp_path):
     assert seen[-1] == source.manifest.bytes
     arena.publish(copy)
     assert bytes(np.fromfile(f"/proc/self/fd/{copy.files[0].fd}", np.uint8)) == (source.folder / "model-0.safetensors").read_bytes()
+    arena.close()
+
+
+def test_a_load_that_pauses_again_before_it_went_on_says_so_again(tmp_path):
+    make_model(tmp_path / "m" / "big", megabytes=160, shards=1)
+    write_manifests(tmp_path / "m")
+    source = scan_models_folder(tmp_path / "m").source("big")
+    arena = HostArena(256 * MB, name=f"test-{os.getpid()}")
+    control, told = LoadControl(), queue.SimpleQueue[int]()
+    control.pause()
+    runner = threading.Thread(
+        target=load,
+        args=(source.manifest, source.folder, arena, arena.begin(source.manifest)),
+        kwargs={"clock": SystemClock(), "control": control, "on_paused": told.put},
+    )
+    runner.start()
+    assert told.get(timeout=30) == 0
+    with control.changed:  # no thread of the load comes in between
+        control.resume()
+        control.pause()
+    assert told.get(timeout=30) == 0
+    control.resume()
+    runner.join(30)
+    assert not runner.is_alive()
     arena.close()
 
 

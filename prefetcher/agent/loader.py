@@ -46,6 +46,8 @@ class LoadControl:
     def __init__(self, rate_bytes_per_s: float | None = None) -> None:
         self.changed = threading.Condition()
         self.paused = False
+        #: Whether it was told that this pause has taken hold.
+        self.paused_told = False
         self.cancelled = False
         self.rate_bytes_per_s = rate_bytes_per_s
         #: Ends the waits of a slowed load; replaced when it was used.
@@ -58,7 +60,8 @@ class LoadControl:
 
     def resume(self) -> None:
         with self.changed:
-            self.paused = False
+            # Also where the next pause comes before a byte was read: it is told of that one as well.
+            self.paused = self.paused_told = False
             self._tell()
 
     def cancel(self) -> None:
@@ -121,7 +124,6 @@ class _Run:
         self.next = 0
         self.running = 0
         self.done_bytes = 0
-        self.paused_told = False
         #: When the cap lets the next block begin.
         self.free_at_s = self.started_s
         self.blocks: list[_Block] = []
@@ -162,10 +164,9 @@ class _Run:
             block = self.blocks[self.next]
             boundary = self.next == 0 or block.before // PAUSE_BYTES != self.blocks[self.next - 1].before // PAUSE_BYTES
             if not (self.control.paused and boundary):
-                self.paused_told = False
                 return block
-            if self.running == 0 and not self.paused_told:
-                self.paused_told = True
+            if self.running == 0 and not self.control.paused_told:
+                self.control.paused_told = True
                 if self.on_paused:
                     self.on_paused(self.done_bytes)
             self.control.changed.wait()
