@@ -115,6 +115,89 @@ def test_demand_waits_for_a_block_of_a_prefetch_which_then_goes_on() -> None:
     assert node.log.wait_s[0, 2] == pytest.approx(paused_s + 1.0 - 3001.5)
 
 
+YIELDS = Policy(Rank.LFU, load_aware=True, yields=True, price_per_byte_s=0.0)
+BLOCK_S = BLOCK_BYTES / LINK
+
+
+def block_end_s(start_s: float, now_s: float) -> float:
+    return start_s + float(np.ceil((now_s - start_s) / BLOCK_S)) * BLOCK_S
+
+
+def test_a_demand_load_gives_way_to_one_that_goes_before_it_and_goes_on_after_it() -> None:
+    node = Node([(10.0, A), (15.0, B)], [40.0, 1.0], 50.0, policies=(YIELDS,)).run()
+    there_s = block_end_s(10.0, 15.0)
+    assert node.segments() == [
+        (A, 10.0, pytest.approx(there_s)),
+        (B, pytest.approx(there_s), pytest.approx(there_s + 1.0)),
+        (A, pytest.approx(there_s + 1.0), pytest.approx(51.0)),
+    ]
+    assert node.log.wait_s[0] == pytest.approx([41.0, there_s + 1.0 - 15.0])
+    held = node.log.residency[: node.log.filled[0]]
+    assert sorted((int(r["model"]), float(r["start_s"])) for r in held) == [(A, 10.0), (B, pytest.approx(there_s))], (
+        "its memory stays its own"
+    )
+
+
+def test_rows_of_a_load_that_gave_way_count_when_the_link_is_free() -> None:
+    """Two more rows for A, each as good as a second less to read, and it goes on before C."""
+    rows = [(10.0, A), (15.0, B), (15.5, C), (15.6, A), (15.7, A)]
+    node = Node(rows, [12.0, 1.0, 4.0], 50.0, policies=(YIELDS,)).run()
+    assert [m for m, _, _ in node.segments()] == [A, B, A, C]
+    assert node.found()[3:] == [Found.QUEUED, Found.QUEUED]
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity_gb", "policy"),
+    [
+        ([(10.0, A), (10.0, A), (15.0, B)], 50.0, replace(YIELDS, yields=False)),
+        ([(10.0, A), (15.0, B)], 5.0, YIELDS),
+        ([(10.0, A), (19.95, B)], 50.0, YIELDS),
+        ([(10.0, A), (16.0, C)], 50.0, YIELDS),
+        ([*[(10.0, A)] * 10, (15.0, B)], 50.0, YIELDS),
+    ],
+    ids=["another policy", "served uncached", "in its last block", "less left than the other has", "more wait for it"],
+)
+def test_a_demand_load_ends_first(rows: list[tuple[float, int]], capacity_gb: float, policy: Policy) -> None:
+    node = Node(rows, [10.0, 1.0, 5.0], capacity_gb, policies=(policy,)).run()
+    assert node.segments()[0] == (A, 10.0, 20.0)
+
+
+def test_loads_give_way_as_in_a_plain_simulation() -> None:
+    """Nothing is ever evicted, so every model is loaded once: block by block, the load with the most rows per second left."""
+    rng = np.random.default_rng(5)
+    gb = rng.choice([0.1, 1.0, 4.0, 20.0, 60.0], 40).tolist()
+    rows = [(float(t), int(m)) for t, m in zip(np.sort(rng.uniform(0.0, 600.0, 150)), rng.integers(0, 40, 150), strict=True)]
+    node = Node(rows, gb, 1e4, policies=(YIELDS,)).run()
+    left_s, waiting = dict(enumerate(gb)), dict[int, list[int]]()
+    order: list[int] = []
+    expected = np.zeros(len(rows))
+    now_s, moving, until_s, start_s, following = 0.0, -1, np.inf, 0.0, 0
+    while following < len(rows) or waiting:
+        if following < len(rows) and rows[following][0] < until_s:
+            now_s, model = rows[following]
+            if left_s[model] > 0.0:
+                waiting.setdefault(model, []).append(following)
+                gives_way = moving >= 0 and moving != model and until_s == start_s + left_s[moving]
+                if gives_way and len(waiting[model]) * (until_s - now_s) > len(waiting[moving]) * left_s[model]:
+                    until_s = min(until_s, block_end_s(start_s, now_s + 1e-9))
+            following += 1
+        else:
+            now_s = until_s
+            left_s[moving] = max(left_s[moving] - (now_s - start_s), 0.0)
+            if left_s[moving] < 1e-9:
+                left_s[moving] = 0.0
+                for row in waiting.pop(moving):
+                    expected[row] = now_s - rows[row][0]
+            moving, until_s = -1, np.inf
+        if moving < 0 and waiting:
+            moving = max(waiting, key=lambda m: len(waiting[m]) / left_s[m])
+            order.append(moving)
+            start_s, until_s = now_s, now_s + left_s[moving]
+    assert node.log.wait_s[0] == pytest.approx(expected, abs=1e-6)
+    assert [m for m, _, _ in node.segments()] == order
+    assert len(order) > len(set(order)), "some gave way"
+
+
 def test_a_paused_prefetch_goes_before_any_victim() -> None:
     rates = {A: (3000.0, 0.01), C: (2000.0, 0.01)}
     node = absent_again(rates, [(2500.0, C), (3001.5, B)], [4.0, 4.0, 1.0], 6.0)

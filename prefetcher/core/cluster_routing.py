@@ -13,7 +13,7 @@ from prefetcher.core.cluster_memory import link_of
 from prefetcher.core.cluster_ranking import key_of
 from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand
-from prefetcher.core.node import DEMAND, PAUSING, PREFETCH, PREFETCHING, READY, UNCACHED, Hazard
+from prefetcher.core.node import DEMAND, PAUSING, PREFETCH, PREFETCHING, READY, UNCACHED, YIELDING, Hazard
 
 __all__ = ["choose_node"]
 
@@ -33,7 +33,7 @@ def _link_cost_s(e: int, tier: int, slot: int, now_s: float, world: ClusterWorld
     cost_s = left_s
     if link.use == PREFETCHING and link.moving == slot:
         return float(link.finish_s - now_s)
-    if link.use == DEMAND or link.use == UNCACHED or link.use == PAUSING:
+    if link.use == DEMAND or link.use == UNCACHED or link.use == PAUSING or link.use == YIELDING:
         cost_s += link.finish_s - now_s
     for q in range(link.queued):
         other = caches.queue[e, tier, number, q]

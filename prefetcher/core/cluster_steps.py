@@ -44,6 +44,8 @@ from prefetcher.core.node import (
     TIMELY,
     UNCACHED,
     USELESS,
+    YIELDED,
+    YIELDING,
     EventLog,
     Found,
     Hazard,
@@ -52,7 +54,7 @@ from prefetcher.core.node import (
 )
 from prefetcher.core.node_prefetch import BUSY_TAU_S
 from prefetcher.core.node_steps import LOAD_WEIGHT
-from prefetcher.core.planner import next_in_smith_order
+from prefetcher.core.planner import next_in_smith_order, outranks
 from prefetcher.core.references import by_reference
 
 __all__ = ["advance_cluster", "close_cluster", "settle_cluster"]
@@ -112,25 +114,43 @@ def _keep_alive(e: int, tier: int, slot: int, now_s: float, world: ClusterWorld,
 
 
 @kernel_part
-def _pause(e: int, tier: int, number: int, now_s: float, world: ClusterWorld, caches: ClusterCaches) -> None:
-    """The prefetch on the link ends with its block, unless that is its last."""
+def _pause(e: int, tier: int, number: int, use: int, now_s: float, world: ClusterWorld, caches: ClusterCaches) -> None:
+    """What is on the link ends with its block, unless that is its last; `use`: PAUSING or YIELDING."""
     link = caches.link[e, tier, number]
     block_s = world.block_s[tier, link.moving % len(world.size_bytes)]
     end_s = link.segment_s + math.ceil((now_s - link.segment_s) / block_s + 1e-9) * block_s
     if end_s < link.finish_s:
-        link.use = PAUSING
+        link.use = use
         link.finish_s = end_s
         caches.next_event_s[e] = min(caches.next_event_s[e], end_s)
 
 
 @kernel_part
-def _enqueue(e: int, tier: int, slot: int, status: int, now_s: float, world: ClusterWorld, caches: ClusterCaches) -> None:
-    """A demanded model waits for the link into `tier`."""
+def _give_way(e: int, tier: int, slot: int, now_s: float, world: ClusterWorld, caches: ClusterCaches) -> None:
+    """A prefetch gives way to rows that wait for `slot`, and so does a demand load that comes after it in Smith's order."""
+    number = link_of(tier, slot // len(world.size_bytes), world)
+    link = caches.link[e, tier, number]
+    if link.use == PREFETCHING:
+        _pause(e, tier, number, PAUSING, now_s, world, caches)
+    elif link.use == DEMAND and link.moving != slot and caches.policy[e].yields:
+        rows, left_s = caches.seen[e, slot].rows, caches.copy[e, tier, slot].left_s
+        if outranks(rows, left_s, caches.seen[e, link.moving].rows, link.finish_s - now_s):
+            _pause(e, tier, number, YIELDING, now_s, world, caches)
+
+
+@kernel_part
+def _put_in_queue(e: int, tier: int, slot: int, status: int, world: ClusterWorld, caches: ClusterCaches) -> None:
     number = link_of(tier, slot // len(world.size_bytes), world)
     link = caches.link[e, tier, number]
     caches.status[e, tier, slot] = status
     caches.queue[e, tier, number, link.queued] = slot
     link.queued += 1
+
+
+@kernel_part
+def _enqueue(e: int, tier: int, slot: int, status: int, now_s: float, world: ClusterWorld, caches: ClusterCaches) -> None:
+    """A demanded model comes to the link into `tier`, and waits for it."""
+    _put_in_queue(e, tier, slot, status, world, caches)
     seen = caches.seen[e, slot]
     seen.stage = tier
     seen.stage_s = now_s
@@ -148,8 +168,7 @@ def _go_on(e: int, tier: int, slot: int, now_s: float, world: ClusterWorld, cach
     following = link_of(tier + 1, slot // len(world.size_bytes), world)
     caches.link[e, tier + 1, following].waiting += caches.seen[e, slot].rows
     _enqueue(e, tier + 1, slot, QUEUED, now_s, world, caches)
-    if caches.link[e, tier + 1, following].use == PREFETCHING:
-        _pause(e, tier + 1, following, now_s, world, caches)
+    _give_way(e, tier + 1, slot, now_s, world, caches)
 
 
 @kernel_part
@@ -167,8 +186,10 @@ def _end_transfer(e: int, tier: int, number: int, world: ClusterWorld, demand: D
     link.use = IDLE
     link.moving = -1
     link.finish_s = np.inf
-    if use == PAUSING:
+    if use in (PAUSING, YIELDING):
         copy.left_s = max(copy.left_s - (now_s - link.segment_s), 0.0)
+        if use == YIELDING:
+            _put_in_queue(e, tier, slot, YIELDED, world, caches)
         return slot
     copy.left_s = world.link_s[tier, model]
     copy.load_end_s = now_s
@@ -212,6 +233,9 @@ def _start_demand(
     for q in range(position, link.queued - 1):
         queue[q] = queue[q + 1]
     link.queued -= 1
+    if caches.status[e, tier, slot] == YIELDED:
+        start_transfer(e, tier, slot, DEMAND, now_s, world, caches)
+        return
     seen = caches.seen[e, slot]
     edge = caches.edge[e, tier]
     others = caches.others[e, tier, slot % len(world.size_bytes)]
@@ -379,6 +403,7 @@ def _row(
         return FOUND_READY
     if seen.stage >= 0:
         _wait(e, row, slot, now_s, world, caches, log)
+        _give_way(e, int(seen.stage), slot, now_s, world, caches)
         return FOUND_MOVING if seen.started else FOUND_QUEUED
     tier = highest + 1
     number = link_of(tier, slot // models, world)
@@ -402,8 +427,7 @@ def _row(
     else:
         _enqueue(e, tier, slot, QUEUED, now_s, world, caches)
     _wait(e, row, slot, now_s, world, caches, log)
-    if link.use == PREFETCHING:
-        _pause(e, tier, number, now_s, world, caches)
+    _give_way(e, tier, slot, now_s, world, caches)
     _next_transfer(e, tier, number, now_s, False, world, demand, hazard, caches, log)
     return found
 

@@ -37,7 +37,7 @@ __all__ = [
     "set_windows",
 ]
 
-BLOCK_BYTES = 64 * 1024 * 1024  #: a running prefetch pauses only at multiples of this
+BLOCK_BYTES = 64 * 1024 * 1024  #: a running transfer pauses only at multiples of this
 IDLE_BINS = 240  #: one-minute bins of idle time (hybrid)
 _EVENT_ROWS = 4096
 
@@ -75,6 +75,7 @@ class Status(IntEnum):
     READY = 3
     PREFETCH = 4  #: prefetch, on the link or paused with its memory
     HELD = 5  #: a paused prefetch that demand joined: queued with its memory
+    YIELDED = 6  #: a demand load that gave way: queued again, with its memory and what it has read
 
 
 class LinkUse(IntEnum):
@@ -85,6 +86,7 @@ class LinkUse(IntEnum):
     UNCACHED = 2
     PREFETCH = 3
     PAUSING = 4  #: a prefetch that finishes its block
+    YIELDING = 5  #: a demand load that finishes its block
 
 
 class Found(IntEnum):
@@ -97,14 +99,15 @@ class Found(IntEnum):
 
 
 # The same codes as plain integers, for kernels.
-ABSENT, QUEUED, LOADING, READY, PREFETCH, HELD = (int(s) for s in Status)
-IDLE, DEMAND, UNCACHED, PREFETCHING, PAUSING = (int(u) for u in LinkUse)
+ABSENT, QUEUED, LOADING, READY, PREFETCH, HELD, YIELDED = (int(s) for s in Status)
+IDLE, DEMAND, UNCACHED, PREFETCHING, PAUSING, YIELDING = (int(u) for u in LinkUse)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """One policy, in words. `tau` and `variant` are column numbers in `Demand.taus_s` and `Hazard`.
 
+    `yields`: a demand load that takes memory gives way, at its block's end, to one that goes before it in Smith's order (`smith`).
     `load_aware`: cost counts queue wait, joiners and those who wait for the link. `margin`: how many times the displaced value a prefetch
     must be worth. `hold_s`: how long an unused prefetch stays of a model that no window bounds (`Caches.windows`). `busy_ratio`: link use
     over ten minutes above which nothing is prefetched but what is hinted. `hints`: it is told of hints, and fetches for them also where it
@@ -114,6 +117,7 @@ class Policy:
 
     rank: Rank
     smith: bool = True
+    yields: bool = False
     as_set: bool = True
     bypass: bool = True
     load_aware: bool = False
@@ -136,7 +140,7 @@ POLICY = np.dtype(
         ("rank", "i8"), ("smith", "?"), ("as_set", "?"), ("bypass", "?"), ("load_aware", "?"), ("tau", "i8"), ("variant", "i8"),
         ("prefetch", "i8"), ("prefetch_variant", "i8"), ("margin", "f8"), ("busy_ratio", "f8"), ("hold_s", "f8"),
         ("keep_alive_s", "f8"), ("idle_windows", "?"), ("price", "f8"), ("hints", "?"),
-        ("stays_at", "f8"),
+        ("stays_at", "f8"), ("yields", "?"),
     ]
 )  # fmt: skip
 
@@ -264,7 +268,7 @@ def set_policy(record: np.void, policy: Policy) -> None:
     record["price"] = policy.price_per_byte_s
     for name in (
         "smith", "as_set", "bypass", "load_aware", "tau", "variant", "prefetch_variant", "margin", "busy_ratio", "hold_s",
-        "keep_alive_s", "idle_windows", "hints", "stays_at",
+        "keep_alive_s", "idle_windows", "hints", "stays_at", "yields",
     ):  # fmt: skip
         record[name] = getattr(policy, name)
 

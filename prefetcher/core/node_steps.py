@@ -31,6 +31,8 @@ from prefetcher.core.node import (
     TIMELY,
     UNCACHED,
     USELESS,
+    YIELDED,
+    YIELDING,
     Caches,
     EventLog,
     Found,
@@ -41,7 +43,7 @@ from prefetcher.core.node import (
 )
 from prefetcher.core.node_memory import evict, make_room, set_expiry, start_transfer, sweep_expired, sweep_priced, take_memory
 from prefetcher.core.node_prefetch import BUSY_TAU_S, is_likely, prefetch_by_index, prefetch_earliest, prewarm, stay_on
-from prefetcher.core.planner import next_in_smith_order
+from prefetcher.core.planner import next_in_smith_order, outranks
 from prefetcher.core.ranking import idle_window, sieve_enter
 from prefetcher.core.references import by_reference
 
@@ -111,6 +113,15 @@ def _after_use(e: int, model: int, now_s: float, world: World, demand: Demand, c
 
 
 @kernel_part
+def _enqueue(e: int, model: int, status: int, caches: Caches) -> None:
+    """A model that rows wait for waits for the link."""
+    cache = caches.cache[e]
+    caches.weights[e][model].status = status
+    caches.queue[e, cache.queued] = model
+    cache.queued += 1
+
+
+@kernel_part
 def _end_transfer(e: int, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
     cache = caches.cache[e]
     policy = caches.policy[e]
@@ -122,8 +133,10 @@ def _end_transfer(e: int, world: World, demand: Demand, hazard: Hazard, caches: 
     cache.link = IDLE
     cache.moving = -1
     cache.finish_s = np.inf
-    if use == PAUSING:
+    if use in (PAUSING, YIELDING):
         w.left_s = max(w.left_s - (now_s - cache.segment_s), 0.0)
+        if use == YIELDING:
+            _enqueue(e, model, YIELDED, caches)
         return
     w.left_s = world.link_s[model]
     w.load_end_s = now_s
@@ -168,6 +181,9 @@ def _start_demand(e: int, now_s: float, world: World, demand: Demand, hazard: Ha
         queue[q] = queue[q + 1]
     cache.queued -= 1
     w = weights[model]
+    if w.status == YIELDED:
+        start_transfer(e, model, DEMAND, now_s, caches)
+        return
     cache.recent_wait_s += LOAD_WEIGHT * (now_s - w.first_row_s - cache.recent_wait_s)
     cache.waiting_mean += LOAD_WEIGHT * (cache.waiting - cache.waiting_mean)
     w.others += cache.waiting - w.rows
@@ -300,10 +316,8 @@ def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Deman
     found = FOUND_QUEUED
     if w.status == ABSENT:
         found = FOUND_ABSENT
-        w.status = QUEUED
         w.first_row_s = now_s
-        caches.queue[e, cache.queued] = model
-        cache.queued += 1
+        _enqueue(e, model, QUEUED, caches)
     elif w.status == LOADING:
         found = FOUND_MOVING
     elif w.status == PREFETCH:
@@ -315,23 +329,32 @@ def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Deman
             cache.link = DEMAND
             w.status = LOADING
         else:
-            w.status = HELD
-            caches.queue[e, cache.queued] = model
-            cache.queued += 1
+            _enqueue(e, model, HELD, caches)
     _wait(e, row, model, now_s, caches, log)
     if cache.link == PREFETCHING:
-        _pause(e, now_s, world, caches)
+        _pause(e, PAUSING, now_s, world, caches)
+    elif cache.link == DEMAND and cache.moving != model and policy.yields:
+        _yield(e, model, now_s, world, caches)
     return found
 
 
 @kernel_part
-def _pause(e: int, now_s: float, world: World, caches: Caches) -> None:
-    """The prefetch on the link ends with its block, unless that is its last."""
+def _yield(e: int, model: int, now_s: float, world: World, caches: Caches) -> None:
+    """The demand load on the link gives way to that of `model`, which waits for it, where Smith's order says so."""
+    cache = caches.cache[e]
+    moving, w = caches.weights[e][cache.moving], caches.weights[e][model]
+    if outranks(w.rows, w.left_s, moving.rows, cache.finish_s - now_s):
+        _pause(e, YIELDING, now_s, world, caches)
+
+
+@kernel_part
+def _pause(e: int, use: int, now_s: float, world: World, caches: Caches) -> None:
+    """What is on the link ends with its block, unless that is its last; `use`: PAUSING or YIELDING."""
     cache = caches.cache[e]
     block_s = world.block_s[cache.moving]
     end_s = cache.segment_s + math.ceil((now_s - cache.segment_s) / block_s + 1e-9) * block_s
     if end_s < cache.finish_s:
-        cache.link = PAUSING
+        cache.link = use
         cache.finish_s = end_s
 
 
@@ -350,13 +373,13 @@ def _hear(e: int, event: int, world: World, demand: Demand, hazard: Hazard, cach
             set_expiry(e, model, max(w.expiry_s, said.until_s), caches)
         elif w.status == PREFETCH and not likely and not news:
             if cache.link == PREFETCHING and cache.moving == model:
-                _pause(e, now_s, world, caches)
+                _pause(e, PAUSING, now_s, world, caches)
             elif cache.moving != model:
                 evict(e, model, now_s, CANCELLED, world, demand, caches, log)
     wanted = news and likely and w.status == ABSENT and world.size_bytes[model] <= cache.capacity
     # What moves for a forecast can wait for what is due; what moves for a hint was first.
     if wanted and cache.link == PREFETCHING and not log.orders[caches.weights[e][cache.moving].order].hint:
-        _pause(e, now_s, world, caches)
+        _pause(e, PAUSING, now_s, world, caches)
     if news and cache.link == IDLE:
         _next_transfer(e, now_s, True, world, demand, hazard, caches, log)
     _schedule(e, caches)

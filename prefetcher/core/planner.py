@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from prefetcher.core.compiled import kernel
 
-__all__ = ["choose_victims", "next_in_smith_order", "outbids"]
+__all__ = ["choose_victims", "next_in_smith_order", "outbids", "outranks"]
 
 
 @kernel
@@ -85,6 +85,13 @@ def next_in_smith_order(waiting: npt.NDArray[np.float64], remaining: npt.NDArray
     """
     best = 0
     for q in range(1, len(waiting)):
-        if waiting[q] * remaining[best] > waiting[best] * remaining[q]:
+        if outranks(waiting[q], remaining[q], waiting[best], remaining[best]):
             best = q
     return best
+
+
+@kernel
+def outranks(waiting: float, remaining: float, waiting_of_other: float, remaining_of_other: float) -> bool:
+    """Whether a load goes before another in Smith's order: more waiting rows per remaining byte (or second). A demand load that moves
+    gives way to one that does."""
+    return waiting * remaining_of_other > waiting_of_other * remaining

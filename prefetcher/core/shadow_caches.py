@@ -159,7 +159,7 @@ class ShadowCaches:
         weights["left_s"] = np.where(at_rest, self._link_s, weights["left_s"])
         on_link = np.arange(len(self._size)) == cache["moving"][:, None]
         uncached = on_link & (cache["link"] == LinkUse.UNCACHED)[:, None]
-        takes = ((status == Status.LOADING) & ~uncached) | (status == Status.READY) | (status == Status.PREFETCH) | (status == Status.HELD)
+        takes = ~((status == Status.ABSENT) | (status == Status.QUEUED) | uncached)
         cache["used"] = (takes * self._size).sum(axis=1)
 
     def bound(self, numbers: npt.NDArray[np.int64] | None, windows: WindowTable | None) -> None:
