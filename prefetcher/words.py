@@ -5,7 +5,7 @@ The codes stay as they are in JSON, metrics and logs; acts by hand have words of
 
 from __future__ import annotations
 
-__all__ = ["expert", "printable", "reason", "size", "span"]
+__all__ = ["count", "expert", "printable", "reason", "size", "span"]
 
 _REASONS: dict[str, str] = {
     # why a prefetch was not ordered (`controller.planning`)
@@ -78,6 +78,11 @@ def printable(text: str) -> str:
 def expert(name: str) -> str:
     """What an expert of `core.experts` does, '' for one that is not known."""
     return _EXPERTS.get(name, "")
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """`1 request`, `1,200 requests`; `many` where it is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def size(count: float) -> str:

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -186,6 +189,86 @@ def test_figures_are_the_reports_own(browser: Browser, url: str, fleet: Fleet) -
         rows = page.locator("section[data-key='trend'] tbody tr").all_inner_texts()
         by_hour = sorted(told["groups"], key=lambda group: float(group["name"]))
         assert [int(row.split("\t")[1].replace(",", "")) for row in rows] == [group["figures"]["requests"] for group in by_hour]
+
+
+def test_labels_of_waits_do_not_overprint(browser: Browser, url: str, fleet: Fleet) -> None:
+    waits_s = {"p50_s": 0.3, "p95_s": 0.3, "p99_s": 0.3}
+
+    def told(route: Any) -> None:
+        answer = route.fetch()
+        found = answer.json()
+        found["total"]["first_waits"] |= waits_s | {"count": 1}
+        route.fulfill(response=answer, json=found)
+
+    with Visit(browser, "about:blank", viewport={"width": 390, "height": 900}) as page:
+        page.route("**/v1/report*", told)
+        for values, labels in (((0.3, 0.3, 0.3), 1), ((0.3, 0.31, 0.32), 3), ((0.0004, 0.0004, 0.0011), 2)):
+            waits_s.update(zip(waits_s, values, strict=True))
+            page.goto(url)
+            page.locator("section[data-key='slo'] :text('of 1 first request,')").wait_for()
+            boxes = [label.bounding_box() or {} for label in page.locator(".scale .point b").all()]
+            assert len(boxes) == labels
+            rows = sorted((box["y"], box["y"] + box["height"]) for box in boxes)
+            assert all(above[1] <= below[0] for above, below in itertools.pairwise(rows))
+
+
+# --- from one time to another ---
+
+
+def test_a_range_from_one_time_to_another(browser: Browser, url: str, fleet: Fleet) -> None:
+    last = SystemClock().now_s() // 3600 * 3600
+    since_s, until_s = last - 4 * 3600, last - 2 * 3600
+
+    def field(at_s: float, shift_h: int) -> str:
+        return f"{datetime.fromtimestamp(at_s, timezone(timedelta(hours=shift_h))):%Y-%m-%dT%H:%M}"
+
+    # Two hours behind UTC all year.
+    visit = Visit(browser, url, bypass_csp=True, timezone_id="America/Noronha")
+
+    def asked() -> list[tuple[float, float]]:
+        found = [parse_qs(urlsplit(address).query) for address in visit.asked if "/v1/report" in address]
+        return [(float(each["since"][0]), float(each["until"][0])) for each in found if "until" in each]
+
+    with visit as page:
+        settled(page)
+        page.locator("#range").focus()
+        page.keyboard.press("End")
+        page.locator("#between").wait_for()
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.labels[0].innerText.trim()") == "from"
+        eventually(asked)
+        assert asked()[0][1] - asked()[0][0] == 86_400.0, "it begins as what was shown before"
+        page.fill("#since", field(since_s, -2))
+        page.fill("#until", field(until_s, -2))
+        eventually(lambda: (since_s, until_s) in asked())
+        told = page.request.get(f"{url}/v1/report?since={since_s}&until={until_s}").json()["total"]
+        assert told["requests"] == 2 * 60 * 40, "two of eight hours"
+        page.locator(f"section[data-key='head']:has-text('in {told['requests']:,} requests')").wait_for()
+        assert page.locator("section[data-key='trend'] tbody tr").count() == 2
+        shared = page.url
+        before = len(asked())
+        page.fill("#until", field(since_s - 60, -2))
+        page.locator("#zone").focus()
+        page.locator("#between-why:has-text('It must end after it begins')").wait_for()
+        assert page.locator("#until").get_attribute("aria-invalid") == "true"
+        assert page.url == shared
+        assert set(asked()[before:]) <= {(since_s, until_s)}
+        found = Axe().run(page).response["violations"]
+        assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
+        page.fill("#until", "")
+        page.locator("section[data-key='head'] .small:has-text('From')").wait_for()
+        eventually(lambda: "until=" not in page.url)
+        assert page.locator("#between-why").inner_text() == ""
+        page.select_option("#range", "7d")
+        page.locator("#between").wait_for(state="hidden")
+        assert "since" not in page.url
+    with Visit(browser, f"{shared}&zone=utc") as page:
+        settled(page)
+        assert [page.locator(end).input_value() for end in ("#since", "#until")] == [field(since_s, 0), field(until_s, 0)]
+        page.locator(f"section[data-key='head']:has-text('in {told['requests']:,} requests')").wait_for()
+    with Visit(browser, f"{url}/?range=between&since=9&until=never") as page:
+        settled(page)
+        assert page.locator("#range").input_value() == "24h"
 
 
 # --- what it loads ---

@@ -41,6 +41,18 @@ def printed(answer: dict[str, Any], width: int = 200, height: int | None = None)
     return shown.get().splitlines()
 
 
+def test_one_is_one() -> None:
+    """And more are more."""
+    one, more = status(unknown_rows=1, unknown=(("ghost", 1),)), status(unknown_rows=2, unknown=(("ghost", 2),))
+    for answer, rows in ((one, 1), (more, 2)):
+        answer["totals"] |= {"rows": rows, "cold_starts": rows}
+        answer["decides"]["learned_rows"] = rows
+    said = [" ".join(printed(answer)) for answer in (one, more)]
+    for what in ("learned from {} request", "{} request for models", "{} request, ", "{} cold start,"):
+        assert what.format(1) in said[0], what
+        assert what.format(2).replace("request", "requests").replace("start", "starts") in said[1], what
+
+
 def test_every_model_is_listed_with_why_it_is_not_in_memory() -> None:
     known = [
         {"model": "here", "bytes": 4e7},

@@ -239,7 +239,7 @@ def test_models_figure_ranks_gains_above_losses() -> None:
     mine, theirs = (rows, np.array([1.0, 1.0, 9.0, 3.0])), (rows, np.array([5.0, 5.0, 2.0, 3.0]))
     figure = models_figure(mine, theirs, "lru", ["a", "b", "c"], np.array([10**9] * 3))
     assert [(row[0], row[5]) for row in figure.rows] == [("a", "8 s"), ("b", "-7 s")]
-    assert figure.note == "1 models wait less than with lru, 1 wait longer, 1 are served alike."
+    assert figure.note == "1 model waits less than with lru, 1 longer, 1 as long."
     # A model that nobody asked for is not served alike.
     assert compare_models(mine, theirs, "lru", 5) == ModelsCompared("lru", 1, 1, 1, 0.5, 0.25)
 

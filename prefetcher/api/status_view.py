@@ -22,7 +22,7 @@ from prefetcher.clock import SystemClock
 from prefetcher.errors import UnavailableError, shortened
 from prefetcher.report.messages import IdlePin
 from prefetcher.report.terminal import idle_line
-from prefetcher.words import expert, reason, size, span
+from prefetcher.words import count, expert, reason, size, span
 
 __all__ = ["render", "show"]
 
@@ -103,7 +103,7 @@ def _head(status: dict[str, Any]) -> Text:
     if not decides:
         return head.append("nothing was decided yet")
     meaning, rows = expert(decides["expert"]), decides.get("learned_rows", 0)
-    head.append(f"learned from {rows:,} request{'' if rows == 1 else 's'}  decided by {decides['expert']}")
+    head.append(f"learned from {count(rows, 'request')}  decided by {decides['expert']}")
     return head.append(f": {meaning}" if meaning else "")
 
 
@@ -116,20 +116,23 @@ def _notes(status: dict[str, Any]) -> list[Text]:
         notes.append(node["memory"]["warning"])
     rows, unknown = node.get("unknown_rows", 0), node.get("unknown", ())
     if rows:
-        named = ", ".join(f"{shortened(model, 40)} ({count:,})" for model, count in unknown[:_UNKNOWN_NAMED])
+        named = ", ".join(f"{shortened(model, 40)} ({asked:,})" for model, asked in unknown[:_UNKNOWN_NAMED])
         more = ", …" if len(unknown) > _UNKNOWN_NAMED else ""
-        notes.append(f"{rows:,} requests for models that this node doesn't have: {named}{more}")
+        notes.append(f"{count(rows, 'request')} for models that this node doesn't have: {named}{more}")
     return [Text(note, style="yellow") for note in notes]
 
 
 def _models(status: dict[str, Any]) -> list[tuple[str, ...]]:
     """What is in memory or on its way, then the other models, used last first."""
     node, now_s = status["node"], status["now_s"]
+    waits = {queued["model"]: _who_waits(queued, now_s) for queued in node.get("queued", ())}
     rows: list[tuple[str, ...]] = []
     for held in node["held"]:
         share = held["bytes_done"] / max(1, held["bytes"])
         state = held["state"] if held["state"] == "ready" else f"{held['state']} {share:.0%}"
         why = held["cause"] + (", pinned" if held["pinned"] else "") + _because(held["contributions"])
+        if held["model"] in waits:
+            why += f", {waits[held['model']]}"
         row = (held["model"], held["tier"], state, size(held["bytes"]), why, span(now_s - held["since_s"]))
         rows.append((*row, _ago(held["last_use_s"], now_s), str(held["leases"])))
     there = {held["model"] for held in node["held"]}
@@ -138,8 +141,17 @@ def _models(status: dict[str, Any]) -> list[tuple[str, ...]]:
         why = reason(known["absent"]) if known.get("absent") else "nobody asked yet" if known.get("last_use_s") is None else ""
         if known.get("pinned"):
             why = f"pinned, not loaded: {why}" if why else "pinned, not loaded yet"
+        why = waits.get(known["model"], why)
         rows.append((known["model"], "disk", "", size(known["bytes"]), why, "", _ago(known.get("last_use_s"), now_s), ""))
     return rows
+
+
+def _who_waits(queued: dict[str, Any], now_s: float) -> str:
+    """How many wait for a model, for how long, and for which other load."""
+    since_s, behind = queued.get("since_s"), queued.get("behind")
+    waited = "" if since_s is None else f" {span(now_s - since_s)}"
+    verb = "waits" if queued["rows"] == 1 else "wait"
+    return f"{queued['rows']} {verb}{waited}" + (f" while {behind} loads" if behind else "")
 
 
 def _model_table(rows: list[tuple[str, ...]], most: int, *, no_wrap: bool = False) -> Group:
@@ -180,11 +192,12 @@ def _earned(totals: dict[str, Any]) -> Text:
     if not totals:
         return Text("nothing earned or wasted yet")
     gb_h = 3.6e12
-    outcomes = ", ".join(f"{count} {name}" for name, count in sorted(totals["outcomes"].items())) or "none settled"
+    outcomes = ", ".join(f"{orders} {name}" for name, orders in sorted(totals["outcomes"].items())) or "none settled"
     used = "" if totals["accuracy"] is None else f" ({totals['accuracy']:.0%} used)"
     from_disk = f", {totals['bypassed']} served from disk" if totals["bypassed"] else ""
     return Text(
-        f"{totals['rows']} requests, {totals['cold_starts']} cold starts{from_disk}, {totals['cold_seconds']:.1f} s waited; prefetches: "
+        f"{count(totals['rows'], 'request')}, {count(totals['cold_starts'], 'cold start')}{from_disk}, "
+        f"{totals['cold_seconds']:.1f} s waited; prefetches: "
         f"{outcomes}{used}; earned {totals['saved_seconds']:.1f} s of loading ahead of use; held "
         f"{totals['held_byte_seconds'] / gb_h:.3f} GB·h, idle {totals['idle_byte_seconds'] / gb_h:.3f}, "
         f"wasted {totals['wasted_byte_seconds'] / gb_h:.3f}"

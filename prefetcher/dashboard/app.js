@@ -4,7 +4,7 @@
 
 import { pointable } from "./charts.js";
 import { fill, h, sign } from "./dom.js";
-import { ago, clock, count, percent, setZone, size, span, whole, zoneName } from "./format.js";
+import { ago, clock, count, fieldOf, minute, percent, setZone, size, span, timeOf, whole, zoneName } from "./format.js";
 import { ask, hasKey, listen, onKeyNeeded, setKey } from "./net.js";
 import * as jobs from "./jobs.js";
 import * as now from "./now.js";
@@ -20,8 +20,10 @@ const RANGES = {
   "1h": ["1 hour", 3600], "6h": ["6 hours", 21600], "24h": ["24 hours", 86400], "7d": ["7 days", 604800], "30d": ["30 days", 2592000],
   all: ["all time", null],
 };
-const DEFAULTS = { tab: "worth", range: "24h", zone: "local", model: "", span: "10800", nodes: "", state: "all", sort: "worst", page: "0",
-  find: "" };
+/** The range that is given by its ends, in the address as seconds since 1970; one that is empty is open. */
+const BETWEEN = "between";
+const DEFAULTS = { tab: "worth", range: "24h", since: "", until: "", zone: "local", model: "", span: "10800", nodes: "", state: "all",
+  sort: "worst", page: "0", find: "" };
 /** Between two refreshes of a panel while things keep changing, and without any change. */
 const SOONEST_MS = 2500;
 const LATEST_MS = 15000;
@@ -30,8 +32,8 @@ const PATIENCE_MS = 1500;
 
 const $ = (id) => document.getElementById(id);
 const panelRoot = $("panel");
-let chosen = read();
 let overview = null;
+let chosen = read();
 let heardAt = 0;
 let link = { kind: "connecting" };
 let storeAway = "";
@@ -47,8 +49,37 @@ function read() {
   const found = { ...DEFAULTS };
   for (const name of Object.keys(DEFAULTS)) if (given[name]) found[name] = given[name];
   if (!PANELS[found.tab]) found.tab = DEFAULTS.tab;
-  if (!RANGES[found.range]) found.range = DEFAULTS.range;
+  if (found.range === BETWEEN && (ends(found).length !== 2 || isBackwards(found))) found.range = DEFAULTS.range;
+  if (!RANGES[found.range] && found.range !== BETWEEN) found.range = DEFAULTS.range;
+  if (found.range !== BETWEEN) Object.assign(found, { since: "", until: "" });
   return found;
+}
+
+/** Both ends where they are times, null where open. */
+function ends({ since, until }) {
+  return [since, until].map((end) => (end === "" ? null : Number(end))).filter((end) => end === null || (end >= 0 && end <= 1e11));
+}
+
+function isBackwards(given) {
+  const [since, until] = ends(given);
+  return (since ?? 0) >= (until ?? nowS());
+}
+
+/** What is reported on: as a question, in words, and where it ends, null for now. */
+function range() {
+  if (chosen.range === BETWEEN) {
+    const [since, until] = ends(chosen);
+    const from = since === null ? "Since the installation" : `From ${minute(since)}`;
+    return { query: `since=${since ?? 0}${until === null ? "" : `&until=${until}`}`, until,
+      words: until === null ? from : `${from} to ${minute(until)}` };
+  }
+  const [words, seconds] = RANGES[chosen.range];
+  return { query: `since=${seconds === null ? 0 : chosen.range}`, until: null,
+    words: seconds === null ? "Since the installation" : `The last ${words}` };
+}
+
+function nowS() {
+  return overview?.now_s ?? Date.now() / 1000;
 }
 
 function choose(part, { replace = false } = {}) {
@@ -69,6 +100,7 @@ window.addEventListener("popstate", () => {
 function applied(before) {
   setZone(chosen.zone);
   $("range").value = chosen.range;
+  drawBetween();
   $("zone").value = chosen.zone;
   document.title = `${QUESTIONS[chosen.tab]} – prefetcher`;
   if (before.tab !== chosen.tab) fill(panelRoot);
@@ -127,9 +159,8 @@ const page = {
   source: () => new Source(),
   chosen: () => chosen,
   overview: () => overview,
-  rangeS: () => RANGES[chosen.range][1],
-  rangeName: () => RANGES[chosen.range][0],
-  now: () => overview?.now_s ?? Date.now() / 1000,
+  range,
+  now: nowS,
   mayAct: () => overview?.may_act ?? false,
   width: () => panelRoot.clientWidth - 34,
 };
@@ -348,10 +379,51 @@ $("forget-key").addEventListener("click", () => {
   location.reload();
 });
 
-fill($("range"), Object.entries(RANGES).map(([name, [words]]) => h("option", { value: name }, name === "all" ? words : `last ${words}`)));
+// --- a range from one time to another ---
+
+function drawBetween() {
+  $("between").hidden = chosen.range !== BETWEEN;
+  for (const end of ["since", "until"]) {
+    const field = $(end);
+    field.removeAttribute("aria-invalid");
+    // Whoever is typing in it sees what they type.
+    if (field !== document.activeElement) field.value = chosen[end] === "" ? "" : fieldOf(Number(chosen[end]));
+  }
+  fill($("between-why"));
+}
+
+/** Takes both ends as they stand; what is no range is left, and said once its field is left. */
+function between(isLeft) {
+  const given = {};
+  let wrong = null;
+  for (const end of ["since", "until"]) {
+    const field = $(end);
+    const at = field.value === "" ? null : timeOf(field.value);
+    if (!field.validity.valid) wrong ??= [field, "This is no time."];
+    given[end] = at === null ? "" : String(at);
+  }
+  if (wrong === null && isBackwards(given)) wrong = [$("until"), "It must end after it begins."];
+  if (wrong === null) choose(given, { replace: true });
+  else if (isLeft) {
+    fill($("between-why"), wrong[1]);
+    wrong[0].setAttribute("aria-invalid", "true");
+  }
+}
+
+for (const kind of ["change", "focusout"]) $("between").addEventListener(kind, () => between(kind === "focusout"));
+
+fill($("range"), Object.entries(RANGES).map(([name, [words]]) => h("option", { value: name }, name === "all" ? words : `last ${words}`)),
+  h("option", { value: BETWEEN }, "from … to …"));
 fill($("zone"), h("option", { value: "local" }, Intl.DateTimeFormat().resolvedOptions().timeZone || "local time"),
   h("option", { value: "utc" }, "UTC"));
-$("range").addEventListener("change", (event) => choose({ range: event.target.value }));
+$("range").addEventListener("change", (event) => {
+  const name = event.target.value;
+  // Its ends begin as what was shown before: from there, until now.
+  const back = RANGES[chosen.range]?.[1] ?? null;
+  const inMinutes = (at) => String(60 * Math.floor(at / 60));
+  choose(name === BETWEEN ? { range: name, since: back === null ? "" : inMinutes(nowS() - back), until: inMinutes(nowS()) }
+    : { range: name, since: "", until: "" });
+});
 $("zone").addEventListener("change", (event) => choose({ zone: event.target.value }));
 $("theme").addEventListener("change", (event) => theme(event.target.value));
 

@@ -167,17 +167,24 @@ export function pointable(root) {
   });
 }
 
-/** Waits on a scale from a millisecond to ten minutes, with the wait that is promised: marks = [{name, value}]. */
+/** Waits on a scale from a millisecond to ten minutes, with the wait that is promised: marks = [{name, value}]. Those that read alike
+ * share a point and its label. */
 export function waitScale(marks, limit, label) {
+  const alike = new Map();
+  for (const { name, value } of marks.filter((mark) => mark.value !== null && mark.value !== undefined)) {
+    const words = span(value);
+    alike.set(words, { name: alike.has(words) ? `${alike.get(words).name}, ${name}` : name, value });
+  }
+  const points = [...alike].map(([words, { name, value }]) => ({ name: `${name} ${words}`, value }));
   const [least, most] = [Math.log(0.001), Math.log(600)];
   const share = (value) => Math.min(1, Math.max(0, (Math.log(Math.max(value, 1e-9)) - least) / (most - least)));
   const at = (value) => `${(100 * share(value)).toFixed(2)}%`;
   // A label at either end reads inwards.
   const side = (value) => (share(value) < 0.1 ? " first" : share(value) > 0.9 ? " last" : "");
-  return h("div", { class: "scale", role: "img", "aria-label": `${label}: ${marks.map((mark) => mark.name).join(", ")}` },
+  return h("div", { class: "scale", role: "img", "aria-label": `${label}: ${points.map((mark) => mark.name).join("; ")}` },
     h("div", { class: "track" },
       limit ? h("span", { class: "within", style: `width: ${at(limit)}` }) : null,
-      marks.filter((mark) => mark.value !== null && mark.value !== undefined).map((mark, i) =>
+      points.map((mark, i) =>
         h("span", { class: `point${limit && mark.value > limit ? " over" : ""}`, style: `left: ${at(mark.value)}` },
           h("b", { class: `${["", "below", "higher"][i % 3]}${side(mark.value)}` }, mark.name))),
       limit ? h("span", { class: "promise", style: `left: ${at(limit)}` }) : null),

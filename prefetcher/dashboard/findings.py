@@ -17,7 +17,7 @@ from prefetcher.api.service import Service
 from prefetcher.controller import records
 from prefetcher.core.types import Cause, NodeName, Outcome
 from prefetcher.errors import TemporaryError
-from prefetcher.words import reason, size, span
+from prefetcher.words import count, reason, size, span
 
 __all__ = ["Finding", "away_nodes", "findings"]
 
@@ -43,8 +43,6 @@ _LAG_BYTES = 1 << 20
 _LAG_RECORDS = 10_000
 #: How many of one kind are listed.
 _OF_A_KIND = 20
-#: When a node that is silent was heard last is told to within these.
-_SILENT_S = (15.0, 60.0, 300.0, 900.0, 3_600.0, 6 * 3_600.0, _DAY_S)
 
 _orders = msgspec.json.Decoder(records.OrderRecord)
 _decides = msgspec.json.Decoder(records.Decides)
@@ -95,7 +93,7 @@ def _of_process(service: Service) -> Iterator[Finding]:
         yield Finding("lag", "warn", f"{size(lag)} of requests are not learned from yet", command="prefetcher status", then=then)
     if records_behind > _LAG_RECORDS:
         then = "starts one more; members share the partitions"
-        what = f"{records_behind:,.0f} requests are not counted yet"
+        what = f"{count(round(records_behind), 'request is', 'requests are')} not counted yet"
         yield Finding("lag", "warn", what, command="prefetcher ingest --port 0", then=then)
 
 
@@ -122,8 +120,8 @@ def _of_controllers(service: Service, view: View) -> Iterator[Finding]:
         for one in decides.predictors if decides is not None else ():
             if one.why_not and one.name not in seen:
                 seen.add(one.name)
-                fits = f"fitted {one.fits} times" if one.fits else "not fitted yet"
-                detail = f"recent rates stand in for it; {fits}, on {one.rows:,} requests last"
+                fits = f"fitted {count(one.fits, 'time')}" if one.fits else "not fitted yet"
+                detail = f"recent rates stand in for it; {fits}, on {count(one.rows, 'request')} last"
                 then = "says which forecasts speak, on what they were trained and how they did"
                 severity: Severity = "warn" if one.fits else "note"
                 yield Finding(
@@ -135,20 +133,15 @@ def _of_controllers(service: Service, view: View) -> Iterator[Finding]:
 
 
 def away_nodes(service: Service, view: View) -> list[dict[str, Any]]:
-    """Nodes that reported within a day and do not now: (node, silent for at least, for at most, in seconds). Raises UnavailableError."""
-    now_s, state = service.now_s, service.state
-    known = set(state.members(records.NODES, now_s - _DAY_S))
-    silent = sorted(known - set(view.reports))
-    if not silent:
-        return []
-    bounds: dict[str, tuple[float, float]] = {}
-    least = 0.0
-    for most in _SILENT_S:
-        for name in state.members(records.NODES, now_s - most):
-            bounds.setdefault(name, (least, most))
-        least = most
-    between = {name: bounds.get(name, (0.0, _DAY_S)) for name in silent}
-    return [{"node": name, "silent_s": least, "at_most_s": most} for name, (least, most) in between.items()]
+    """Nodes that reported within a day and do not now: for how long they are silent at least and at most, in seconds, and when they were
+    heard last. Raises UnavailableError."""
+    found = service.nodes.heard(view)
+    now_s, noted_s = service.now_s, records.SEEN_EVERY_S * service.clock.speed
+    return [
+        {"node": node, "silent_s": max(0.0, now_s - at_s - noted_s), "at_most_s": max(0.0, now_s - at_s), "last_heard_s": at_s}
+        for node, at_s in sorted(found.items())
+        if node not in view.reports and now_s - at_s <= _DAY_S
+    ]
 
 
 def _of_nodes(service: Service, view: View) -> Iterator[Finding]:
@@ -177,7 +170,7 @@ def _of_nodes(service: Service, view: View) -> Iterator[Finding]:
     for model, rows in sorted(unknown.items(), key=lambda item: -item[1])[:_OF_A_KIND]:
         # Another node may have it: rows that name no node go to all.
         if model not in view.models:
-            what = f"{model} was asked for {rows:,} times, and no node has it"
+            what = f"{model} was asked for {count(rows, 'time')}, and no node has it"
             then = "in the folder of models; a folder without a manifest is no model"
             yield Finding("unknown model", "warn", what, "", f"prefetcher manifest DIR/{shlex.quote(model)}", then, model, weight=rows)
 
@@ -262,7 +255,7 @@ def _of_hints(view: View) -> Iterator[Finding]:
         settled = source.kept + source.broken
         if settled >= _SETTLED and source.kept < _KEPT_SHARE * settled:
             name = source.source or "hints without a source"
-            what = f"{name}: {source.kept} of {settled} hints were kept"
+            what = f"{name}: {source.kept} of {count(settled, 'hint')} were kept"
             detail = f"the next one is believed to {source.weight:.0%}; it does no harm, and says nothing"
             then = "has every source beside the others"
             yield Finding("hints", "warn", what, detail, "prefetcher status", then, weight=1.0 + source.broken / 1e6)

@@ -65,12 +65,30 @@ export function clock(at, now, seconds = true) {
   return today ? time : `${when.toLocaleDateString("en-GB", day)} ${time}`;
 }
 
-/** The same in full, for a title: with day and zone. */
+/** A time to the minute, with its day and year. */
+export function minute(at) {
+  const about = { weekday: "short", year: "numeric", month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false };
+  return new Date(1000 * at).toLocaleString("en-GB", { ...about, ...(utc ? { timeZone: "UTC" } : {}) });
+}
+
+/** The same in full, for a title: with seconds and zone. */
 export function moment(at) {
   const about = { weekday: "short", year: "numeric", month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit",
     hour12: false };
   return at === null || at === undefined ? ""
     : `${new Date(1000 * at).toLocaleString("en-GB", { ...about, ...(utc ? { timeZone: "UTC" } : {}) })}, ${zoneName()}`;
+}
+
+/** What a field for a time has and gives: `2026-01-31T12:00` in the page's zone. Nothing, or what is no time, is null. */
+export function fieldOf(at) {
+  if (at === null || at === undefined) return "";
+  const shift = utc ? 0 : 60 * new Date(1000 * at).getTimezoneOffset();
+  return new Date(1000 * (at - shift)).toISOString().slice(0, 16);
+}
+
+export function timeOf(field) {
+  const at = new Date(field + (utc ? "Z" : "")).getTime() / 1000;
+  return Number.isFinite(at) ? at : null;
 }
 
 export function count(n, one, many = `${one}s`) {

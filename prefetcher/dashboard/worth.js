@@ -23,14 +23,13 @@ export function make(page) {
   let askedFor = "";
 
   function load() {
-    const range = page.chosen().range;
-    if (range === askedFor && performance.now() - askedAt < SOONEST_MS && report.error === null) return;
+    const { query } = page.range();
+    if (query === askedFor && performance.now() - askedAt < SOONEST_MS && report.error === null) return;
     askedAt = performance.now();
-    askedFor = range;
-    const since = page.rangeS() === null ? "0" : range;
-    report.load(`v1/report?since=${since}&by=arm`);
+    askedFor = query;
+    report.load(`v1/report?${query}&by=arm`);
     effects.load("v1/effect");
-    if (page.chosen().tab === "worth") hours.load(`v1/report?since=${since}&by=hour&most=1000`);
+    if (page.chosen().tab === "worth") hours.load(`v1/report?${query}&by=hour&most=1000`);
   }
 
   /** [answer, what stands below it] for the tab. */
@@ -59,9 +58,8 @@ export function make(page) {
     return h("section", { "data-key": "head", "aria-labelledby": "worth-head" },
       h("h2", { id: "worth-head" }, "Waiting saved, and what it took"),
       h("p", { class: "small" },
-        page.rangeS() === null ? "Since the installation" : `The last ${page.rangeName()}`,
-        told.from_hour_s ? `, in whole hours from ${clock(told.from_hour_s, page.now(), false)} on` : "", "."),
-      nothing ? h("p", { class: "empty" }, "No request came in this range. Take a longer one, or send requests: ",
+        page.range().words, told.from_hour_s ? `, in whole hours from ${clock(told.from_hour_s, page.now(), false)} on` : "", "."),
+      nothing ? h("p", { class: "empty" }, "No request came in this range. Take another one, or send requests: ",
         h("code", {}, "POST /v1/requests")) : null,
       h("div", { class: "pair" },
         h("div", { class: "figure" },
@@ -137,7 +135,7 @@ export function make(page) {
   function first(told) {
     const { slo, total } = told;
     const waits = total.first_waits;
-    const quantiles = ["p50", "p95", "p99"].map((name) => ({ name: `${name} ${span(waits[`${name}_s`])}`, value: waits[`${name}_s`] }));
+    const quantiles = ["p50", "p95", "p99"].map((name) => ({ name, value: waits[`${name}_s`] }));
     return h("section", { "data-key": "slo", "aria-labelledby": "slo-head" },
       h("h2", { id: "slo-head" }, "First requests against what is promised"),
       waits.count === 0
@@ -159,7 +157,7 @@ export function make(page) {
       a.at - b.at);
     if (lines.length < 2) return null;
     const from = lines[0].at;
-    const to = Math.max(page.now(), lines[lines.length - 1].at + 3600);
+    const to = Math.max(page.range().until ?? page.now(), lines[lines.length - 1].at + 3600);
     const draw = (key, label, unit, value, kind) => overTime(
       { key, label, unit, width: page.width(), height: 130, from, to, now: 0,
         bars: lines.map((line) => ({ at: line.at, for: 3600, value: value(line), kind })) },

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prefetcher.demo.side import Side
-from prefetcher.words import reason
+from prefetcher.words import count, reason
 
 __all__ = ["verdict"]
 
@@ -53,12 +53,12 @@ def _by_what(with_it: Side, speed: float) -> list[str]:
         return []
     last = with_it.readings[-1]
     why = sorted(last.not_ordered.items(), key=lambda item: -item[1])[:_REASONS_NAMED]
-    reasons = "; ".join(f"{reason(code)} ({count:,} times)" for code, count in why)
+    reasons = "; ".join(f"{reason(code)} ({count(times, 'time')})" for code, times in why)
     if last.ordered:
         ordered = f"{last.ordered:,} {'prefetch was' if last.ordered == 1 else 'prefetches were'} ordered"
         said = f"{ordered}; what was used of it had loaded {last.ahead_s / speed:.1f} s ahead of its use."
         said += f" More were not: {reasons}." if reasons else ""
     else:
         said = f"No prefetch was ordered: {reasons or 'nothing was worth it'}."
-    kept = f"{last.bypassed:,} requests were read from disk without being kept, so that what is needed more stayed"
+    kept = f"{count(last.bypassed, 'request was', 'requests were')} read from disk without being kept, so that what is needed more stayed"
     return [said, f"The rest of the difference comes from what was kept: {kept}."]

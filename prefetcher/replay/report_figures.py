@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from prefetcher.replay.accounts import PolicyLogs
 from prefetcher.replay.frontier import FrontierPoint, knows_future, lower_hull
 from prefetcher.replay.verdict import ModelsCompared, plain_number
+from prefetcher.words import count
 
 __all__ = [
     "Figure",
@@ -228,7 +229,8 @@ def models_figure(
     order = np.argsort(-saved, kind="stable")
     gains, losses = order[saved[order] > _ALIKE_S], order[::-1][saved[order[::-1]] < -_ALIKE_S]
     counts = compare_models(ours, rival, rival_name, len(models))
-    note = f"{counts.less} models wait less than with {rival_name}, {counts.longer} wait longer, {counts.alike} are served alike."
+    less = f"{count(counts.less, 'model waits', 'models wait')} less than with {rival_name}"
+    note = f"{less}, {counts.longer} longer, {counts.alike} as long."
     chosen = [*gains[:_MODELS_SHOWN].tolist(), *losses[:_MODELS_SHOWN][::-1].tolist()]
     head = ("model", "GB", "requests", "waits with ours", f"waits with {rival_name}", "saved")
     if not chosen:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefetcher.replay.verdict import plain_number
+from prefetcher.words import count
 
 __all__ = ["hints_in_words", "policies_table", "scored_in_words"]
 
@@ -61,7 +62,7 @@ def scored_in_words(requests: int, rows: int, hours: float) -> str:
     span = f"{plain_number(hours / 24)} days" if hours >= 48 else f"{plain_number(hours)} hours"
     if hours < 1:
         span = f"{plain_number(hours * 60)} minutes"
-    return f"scored: {requests:,} of {rows:,} requests, the last {span}"
+    return f"scored: {requests:,} of {count(rows, 'request')}, the last {span}"
 
 
 def hints_in_words(hints: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from prefetcher.report.messages import Figures, IdlePin, Report, Slo, StageFigures, Waits
-from prefetcher.words import printable, span
+from prefetcher.words import count, printable, span
 
 __all__ = ["idle_line", "shown"]
 
@@ -59,17 +59,17 @@ def shown(report: Report) -> str:
 def _lines(report: Report) -> list[str]:
     total = report.total
     since = "the installation" if report.since_s is None else _time(report.from_hour_s or report.since_s)
-    lines = [f"from {since} to {_time(report.until_s)}, {len(report.nodes)} node{'' if len(report.nodes) == 1 else 's'}, whole hours"]
+    lines = [f"from {since} to {_time(report.until_s)}, {count(len(report.nodes), 'node')}, whole hours"]
     lines += [f"missing: {each.node}: {each.reason}" for each in report.missing[:_MISSING_SHOWN]]
     if len(report.missing) > _MISSING_SHOWN:
         lines.append(f"missing: and of {len(report.missing) - _MISSING_SHOWN:,} more: --json names them")
     lines.append(
-        f"{total.requests:,} requests, {total.cold_starts:,} cold starts, {total.joined:,} joined a load, {total.bypassed:,} served from "
-        f"below; {total.cold_s:,.1f} s waited in all"
+        f"{count(total.requests, 'request')}, {count(total.cold_starts, 'cold start')}, {total.joined:,} joined a load, "
+        f"{total.bypassed:,} served from below; {total.cold_s:,.1f} s waited in all"
     )
     lines.append(f"waits: {_waits(total.waits)}; first requests in {span(report.first_gap_s)}: {_waits(total.first_waits)}")
     lines.append(_slo(report.slo))
-    settled = ", ".join(f"{count:,} {name}" for name, count in total.outcomes.items() if count) or "none"
+    settled = ", ".join(f"{orders:,} {name}" for name, orders in total.outcomes.items() if orders) or "none"
     used = "" if total.accuracy is None else f" ({_share(total.accuracy)} used, {_share(total.timeliness)} of these in time)"
     lines.append(f"prefetches: {settled}{used}; {total.premature:,} of the unused were premature; they saved {total.saved_s:,.1f} s")
     lines.append(
