@@ -19,6 +19,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from prefetcher.agent.agent import Agent, AgentOptions
+from prefetcher.agent.fetching import StoreOptions
 from prefetcher.agent.hearing import Hearing
 from prefetcher.agent.hostfolder import check_lock
 from prefetcher.agent.telling import Telling
@@ -55,6 +56,7 @@ from prefetcher.wire import read_request, request_records
 from prefetcher_connectors.kafka import KafkaOptions, KafkaStreams
 from prefetcher_connectors.redis import HURRIED_S, PATIENT_S, EmbeddedServer, RedisState
 from prefetcher_connectors.streams import FileStreams
+from prefetcher_connectors.weights_store import weights_store_at
 
 __all__ = ["App", "Role"]
 
@@ -210,7 +212,11 @@ class App(Process):
 
             # The first row that comes would wait for it, and the agent's loop with it.
             warm_kernels()
-        self._agent = agent = Agent(_agent_options(self._settings, self._folder), self._state, self.clock, self.metrics)
+        store = self._settings.store.url
+        opened = None if store is None else weights_store_at(store)
+        if opened is not None:
+            self.closes("store", opened.close)
+        self._agent = agent = Agent(_agent_options(self._settings, self._folder), self._state, self.clock, self.metrics, opened)
         self.closes("agent", agent.close)
         agent.on_died = self.part_died
         writer = self._streams.writer()
@@ -529,8 +535,18 @@ def clock_of(settings: Settings) -> Clock:
     return ScaledClock(settings.clock.speed, settings.clock.origin_s)
 
 
+def _make_folder(folder: Path) -> None:
+    """The models folder of a node that fetches what it serves."""
+    try:
+        folder.mkdir(parents=True)
+    except OSError as exc:
+        raise SettingsError(f"{folder} can't be made ({exc.strerror}); name another folder with --models") from exc
+
+
 def _check_machine(settings: Settings) -> None:
     folder = settings.node.models_dir.expanduser()
+    if not folder.exists() and settings.store.url is not None:
+        _make_folder(folder)
     if not folder.is_dir():
         raise SettingsError(f"no folder of models at {folder}; name one with --models, one folder of safetensors files for each model")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -557,4 +573,20 @@ def _agent_options(settings: Settings, folder: Path) -> AgentOptions:
         prefetch_bytes_per_s=node.prefetch_bytes_per_s,
         seed=settings.decision.seed,
         group=node.group,
+        store=_store_options(settings),
+    )
+
+
+def _store_options(settings: Settings) -> StoreOptions:
+    given = settings.store
+    return StoreOptions(
+        disk_bytes=given.disk_bytes,
+        reserve_bytes=given.disk_reserve_bytes,
+        bytes_per_s=given.bytes_per_s,
+        prefetch_bytes_per_s=given.prefetch_bytes_per_s,
+        streams=given.streams,
+        pulls_per_model=given.pulls_per_model,
+        pulls=given.pulls,
+        deadline_s=given.deadline_s,
+        look_s=given.look_s,
     )

@@ -77,6 +77,7 @@ Url = Annotated[str, typer.Option("--url", envvar="PREFETCHER_URL", help="Addres
 @app.command(cls=with_defaults(OF_UP))
 def up(
     models: Annotated[Path | None, typer.Option(help="Folder of models, one folder of safetensors files each.")] = None,
+    store: Annotated[str | None, typer.Option(help="Where models are fetched from: a folder, or s3://bucket/folder.")] = None,
     host_bytes: Annotated[str | None, typer.Option(help="Host memory for weights, as 8GB, 8GiB or 8e9.")] = None,
     host_dir: Annotated[Path | None, typer.Option(help="A tmpfs folder for the host tier; else one is chosen.")] = None,
     lock: Annotated[str | None, typer.Option(help="Lock weights in memory: auto, require or off.")] = None,
@@ -155,6 +156,31 @@ def manifest(
     if len(made) + len(refused) > 1:
         typer.echo(f"{len(refused)} of {len(made) + len(refused)} models refused, see above; the others have their manifests", err=json)
     raise typer.Exit(refused[0].exit_code)
+
+
+@app.command()
+def publish(
+    folder: Annotated[Path, typer.Argument(help="A folder of models, or one model's folder.")],
+    store: Annotated[str, typer.Argument(help="Where to: a folder, or s3://bucket/folder, gs://…, az://account/container/folder.")],
+    json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for each model.")] = False,
+) -> None:
+    """Writes models into a store that agents fetch from, each as a version of its own, its manifest last."""
+    from prefetcher.agent.publish import publish_models
+    from prefetcher_connectors.weights_store import weights_store_at
+
+    refused: list[PrefetcherError] = []
+
+    def say_why(error: PrefetcherError) -> None:
+        refused.append(error)
+        _say_error(str(error))
+
+    for made, folder_there in publish_models(folder, weights_store_at(store), on_refused=say_why):
+        if json:
+            typer.echo(dumps({"model": made.model, "version": made.version, "bytes": made.bytes, "at": folder_there}))
+        else:
+            typer.echo(f"{made.model}  version {made.version}  {made.bytes} bytes  at {folder_there}")
+    if refused:
+        raise typer.Exit(refused[0].exit_code)
 
 
 @app.command(cls=with_defaults(OF_REPLAY))

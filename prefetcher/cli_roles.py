@@ -95,6 +95,7 @@ def add_commands(app: typer.Typer) -> None:
         config: Config = None,
         name: Annotated[str | None, typer.Option(help="The node's name.")] = None,
         models: Annotated[Path | None, typer.Option(help="Folder of models, one folder of safetensors files each.")] = None,
+        store: Annotated[str | None, typer.Option(help="Where models are fetched from: a folder, or s3://bucket/folder.")] = None,
         host_bytes: Annotated[str | None, typer.Option(help="Host memory for weights, as 8GB, 8GiB or 8e9.")] = None,
         socket: Annotated[Path | None, typer.Option(help="Where programs ask for leases.")] = None,
         state_dir: Annotated[Path | None, typer.Option(help="Folder of what the node keeps on its disk.")] = None,
@@ -107,6 +108,7 @@ def add_commands(app: typer.Typer) -> None:
         node = {"name": name, "models_dir": models, "host_bytes": host_bytes, "socket": socket}
         overrides: dict[str, dict[str, Any]] = {
             "node": node,
+            "store": {"url": store},
             "state": {"dir": state_dir},
             "api": {"host": host, "port": port},
             "log": {"level": log_level, "format": log_format},

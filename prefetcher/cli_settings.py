@@ -16,6 +16,7 @@ __all__ = ["OF_REPLAY", "OF_UP", "default_in_words", "overrides_of", "with_defau
 #: Group and name of the setting, by the option's name in Python.
 OF_UP: dict[str, tuple[str, str]] = {
     "models": ("node", "models_dir"),
+    "store": ("store", "url"),
     "host_bytes": ("node", "host_bytes"),
     "host_dir": ("node", "host_dir"),
     "lock": ("node", "lock"),

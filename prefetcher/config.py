@@ -35,6 +35,7 @@ __all__ = [
     "SeasonalSettings",
     "Settings",
     "StateSettings",
+    "StoreSettings",
     "StreamSettings",
     "artifacts_place",
     "load_settings",
@@ -70,7 +71,7 @@ def parse_bytes(text: str | int | float) -> int:
 #: Names, also mistyped ones, of what is no message's business; brokers may have been given with a password, as in an address.
 _SECRET_NAME = re.compile(r"pass|pwd|secret|token|key|url|broker|username|address|artifacts\.path", re.IGNORECASE)
 #: Settings whose values may be addresses: shown without what may be a password.
-_ADDRESSES = ("state.url", "artifacts.path")
+_ADDRESSES = ("state.url", "artifacts.path", "store.url")
 _STATE_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
@@ -197,6 +198,27 @@ class ArtifactSettings(_Group):
     keep: int = Field(default=7, ge=1, le=1_000, description="versions kept of each")
 
 
+class StoreSettings(_Group):
+    """Where models are fetched from that are not in the models folder, and how."""
+
+    url: ArtifactPlace | None = Field(
+        default=None, description="a folder, or s3://bucket/folder, gs://… or az://account/container/folder; without it, nothing is fetched"
+    )
+    disk_bytes: Bytes | None = Field(
+        default=None, gt=0, description="the most that models take on disk, people's own included; without it, what the file system has"
+    )
+    disk_reserve_bytes: Bytes = Field(default=1_000_000_000, ge=0, description="what fetches leave free on the file system")
+    bytes_per_s: Bytes = Field(default=1_000_000_000, gt=0, description="store to disk, before anything was measured")
+    prefetch_bytes_per_s: Bytes | None = Field(
+        default=None, gt=0, description="the most that prefetches take of the store; without it, as fast as it gives"
+    )
+    streams: int = Field(default=8, ge=1, le=64, description="requests to the store at a time, of 16 MiB each")
+    pulls_per_model: int = Field(default=2, ge=1, le=1_024, description="nodes that fetch one model at a time")
+    pulls: int = Field(default=16, ge=1, le=1_024, description="nodes that fetch at a time")
+    deadline_s: float = Field(default=60.0, gt=0, le=100, description="how long a fetch goes on while not a byte comes")
+    look_s: float = Field(default=30.0, gt=0, description="seconds between looks at what the store has")
+
+
 class SeasonalSettings(_Group):
     """Daily and weekly cycles of the busiest models."""
 
@@ -280,6 +302,7 @@ class Settings(BaseSettings):
     api: ApiSettings = Field(default_factory=ApiSettings)
     state: StateSettings = Field(default_factory=StateSettings)
     report: ReportSettings = Field(default_factory=ReportSettings)
+    store: StoreSettings = StoreSettings()
     artifacts: ArtifactSettings = Field(default_factory=ArtifactSettings)
     seasonal: SeasonalSettings = Field(default_factory=SeasonalSettings)
     fit: FitSettings = Field(default_factory=FitSettings)

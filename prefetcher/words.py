@@ -49,6 +49,16 @@ _REASONS: dict[str, str] = {
     "queued": "it was ordered already",
     "demanded": "somebody waited for it already",
     "bypass": "read from disk: keeping it did not pay",
+    # why a model is still in the store (`agent.fetching`)
+    "model_slot": "other nodes fetch it just now",
+    "cluster_slot": "as many models are fetched as the cluster may at a time",
+    "store_busy": "the store asked to wait",
+    "store_away": "the store does not answer",
+    "store_refuses": "the store refuses this node's credentials",
+    "bad_in_store": "its bytes in the store are not those of its manifest",
+    "changed_in_store": "it was published again meanwhile",
+    "disk_full": "the disk has no room for it",
+    "fetch_failed": "it could not be fetched",
 }
 _EXPERTS: dict[str, str] = {
     "hazard-prefetch": "keeps and prefetches by learned chances of use over minutes to an hour",

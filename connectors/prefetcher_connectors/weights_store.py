@@ -14,7 +14,6 @@ import os
 import ssl
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -228,7 +227,7 @@ class StoreWeights:
         """What an answer without the range means. Its text is not told: it may repeat what was signed."""
         status = answer.status
         if status in _TOO_BUSY:
-            return RateLimitedError(f"{where}: the store is busy ({status})", retry_after_s=_retry_after_s(answer.headers.get("Retry-After")))
+            return RateLimitedError(f"{where}: the store is busy ({status})", retry_after_s=_retry_after_s(answer))
         if status in (404, 412):
             return ChangedError(f"{where} was replaced while it was read")
         if status == 416:
@@ -268,16 +267,15 @@ def _stamp(status: os.stat_result) -> str:
     return f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
 
 
-def _retry_after_s(text: str | None) -> float:
-    """Seconds of a Retry-After, which may be a date; 0 where there is none."""
-    if text is None:
-        return 0.0
+def _retry_after_s(answer: http.client.HTTPResponse) -> float:
+    """Seconds of its Retry-After, which may be a date, by the store's own clock; 0 where it says none."""
+    text = answer.headers.get("Retry-After", "")
     try:
         return max(0.0, float(text))
     except ValueError:
         pass
     try:
-        then = email.utils.parsedate_to_datetime(text)
-    except ValueError:
+        then, now = (email.utils.parsedate_to_datetime(date) for date in (text, answer.headers.get("Date", "")))
+        return max(0.0, (then - now).total_seconds())
+    except (ValueError, TypeError):
         return 0.0
-    return max(0.0, then.timestamp() - time.time())

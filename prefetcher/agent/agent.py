@@ -11,8 +11,8 @@ import contextlib
 import queue
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,16 +21,21 @@ import msgspec
 
 from prefetcher.agent import client, protocol
 from prefetcher.agent.disk import DiskTier
+from prefetcher.agent.fetched import FetchedFolder
+from prefetcher.agent.fetching import Fetches, StoreOptions
 from prefetcher.agent.hostfolder import LockPolicy
 from prefetcher.agent.hostmem import HostArena
 from prefetcher.agent.kept import Kept, Snapshot
 from prefetcher.agent.lease_server import Grant, GrantedFile, Holder, LeaseServer
-from prefetcher.agent.manifest import Catalog, ModelSource, scan_models_folder
+from prefetcher.agent.manifest import ModelSource
+from prefetcher.agent.model_sources import LOOKED_AT_AGAIN, Look, ModelSources
 from prefetcher.agent.moves import Moves
 from prefetcher.agent.name_lease import NameLease
 from prefetcher.agent.orderbook import OrderBook
+from prefetcher.agent.pulls import Pulls
 from prefetcher.agent.report import LinkMeter, make_report
 from prefetcher.agent.state_link import StateLink
+from prefetcher.agent.store_catalog import StoreCatalog
 from prefetcher.agent.sums import Told
 from prefetcher.agent.uses import Unknown, Uses
 from prefetcher.agent.waits import Waits
@@ -52,10 +57,9 @@ from prefetcher.errors import (
     WeightsError,
     shortened,
 )
-from prefetcher.ports import Acted, StateStore
+from prefetcher.ports import Acted, StateStore, WeightsStore
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.metrics import Metrics
-from prefetcher.words import size
 
 __all__ = ["Agent", "AgentOptions"]
 
@@ -64,15 +68,10 @@ _TICK_S = 0.1
 _REPORT_S = 1.0
 #: Real seconds without a report after which a node is not taken to have been there.
 _AWAY_S = 30.0
-#: Real seconds between looks at the models folder.
-_SCAN_S = 5.0
-_LOOKED_AT_AGAIN = f"the folder is looked at again within {_SCAN_S:.0f} s"
 #: An act by hand is answered by the machine at once; longer means that the loop hangs.
 _ANSWER_S = 10.0
 #: What a person loads by hand stays an hour unused.
 _BY_HAND_HOLD_S = 3600.0
-#: Models that one message names.
-_NAMED = 5
 #: Models that are asked for and not there: so many are named in the log, each once.
 _LOGGED_UNKNOWN = 100
 
@@ -99,6 +98,7 @@ class AgentOptions:
     prefetch_bytes_per_s: float | None = None
     seed: int = 0
     group: str = ""
+    store: StoreOptions = field(default_factory=StoreOptions)
 
 
 class Agent:
@@ -111,7 +111,9 @@ class Agent:
     can't.
     """
 
-    def __init__(self, options: AgentOptions, state: StateStore, clock: Clock, metrics: Metrics) -> None:
+    def __init__(
+        self, options: AgentOptions, state: StateStore, clock: Clock, metrics: Metrics, store: WeightsStore | None = None
+    ) -> None:
         self._options = options
         self._state = state
         self._clock = clock
@@ -122,9 +124,11 @@ class Agent:
         self._loop: threading.Thread | None = None
         self._scanner: threading.Thread | None = None
         self._server: LeaseServer | None = None
-        self._catalog = Catalog()
-        self._by_key: dict[WeightsKey, ModelSource] = {}
         self._disk = DiskTier(options.state_dir / "quarantine.json")
+        self._sources = ModelSources(options.models_dir, options.host_bytes, options.link_bytes_per_s, self._disk, clock)
+        self._fetches = None if store is None else self._make_fetches(store)
+        self._sources.fetches = self._fetches
+        self._store_meter = LinkMeter(options.store.bytes_per_s, clock.now_s())
         self._book = OrderBook()
         self._uses = Uses(options.node, clock.speed)
         self._meter = LinkMeter(options.link_bytes_per_s, clock.now_s())
@@ -135,9 +139,6 @@ class Agent:
         self._unknown_logged = 0
         #: Why models were evicted or bypassed last.
         self._left: dict[ModelName, str] = {}
-        #: What is wrong with the models folder as a whole, and the folders in it of which the log said that they are refused.
-        self._folder_problem = ""
-        self._refused_logged: set[str] = set()
         self.on_unannounced: Callable[[RequestSeen], None] = lambda row: None
         self.arm_of: Callable[[float], Arm] = lambda now_s: Arm.TREATED
         self._blocks = BlockSums(lambda now_s: self.arm_of(now_s), gap_s=_AWAY_S * clock.speed)
@@ -184,27 +185,45 @@ class Agent:
         self._lease.take()
         self._arena = HostArena(options.host_bytes, folder=options.host_dir, lock=options.lock, name=options.node)
         self._moves = Moves(
-            self._arena, self._disk, self._clock, options.threads, self._post, self._by_key.get, options.prefetch_bytes_per_s
+            self._arena, self._disk, self._clock, options.threads, self._post, self._sources.source, options.prefetch_bytes_per_s
         )
         if self._arena.lock_warning:
             log().warning("not_locked", reason=self._arena.lock_warning)
-        catalog = scan_models_folder(options.models_dir)
-        adopted = {copy.key for copy in self._arena.adopt(catalog.models)}
+        if self._fetches is not None:
+            # Parts of what the store had last are kept: it may be away just now.
+            self._fetches.folder.open({model.key for model in self._fetches.catalog.found.models.values()} or None)
+        look = self._sources.look(at_store=True)
+        adopted = {copy.key for copy in self._arena.adopt(look.sources())}
         if adopted:
             log().info("adopted", models=sorted(key.model for key in adopted))
-        self._by_key.update({source.key: source for source in catalog.models.values()})
-        self._go_on(catalog, adopted)
+        self._go_on(look, adopted)
         path = options.socket or protocol.default_socket_path()
         self._server = LeaseServer(path, self)
         self._server.start()
         self.socket_path = path
         self._loop = threading.Thread(target=self._run_or_end, name="agent")
         self._loop.start()
-        self._scanner = threading.Thread(target=self._scan, name="catalog")
+        self._scanner = threading.Thread(target=self._sources.run, args=(self._stop, self._post, self._take_look), name="catalog")
         self._scanner.start()
         self._link.start()
 
-    def _go_on(self, catalog: Catalog, adopted: Iterable[WeightsKey]) -> None:
+    def _make_fetches(self, store: WeightsStore) -> Fetches:
+        options = self._options
+        pulls = Pulls(self._state, options.node, self._clock, options.store.pulls_per_model, options.store.pulls)
+        return Fetches(
+            StoreCatalog(store, options.state_dir),
+            FetchedFolder(options.models_dir),
+            pulls,
+            options.store,
+            self._clock,
+            self._post,
+            self._sources.was_fetched,
+            self._sources.look_again,
+            self._metrics,
+            lambda: self._machine.holdings.used_bytes[Tier.DISK],
+        )
+
+    def _go_on(self, look: Look, adopted: Iterable[WeightsKey]) -> None:
         """Takes over what the last agent of this node wrote, then what is there now: memory, weights, the switch, pins."""
         group, node = records.group_key(self._options.group, "switch"), records.node_key(self._options.node, "switch")
         *switches, pins = self._state.read_many([records.SWITCH, group, node, records.PINS])
@@ -214,8 +233,8 @@ class Agent:
         self._machine.plans.switched_off = not switch.on
         self._machine.holdings.observing = self._options.observe or (switch.on and switch.observe)
         kept = frozenset((key, Tier.HOST) for key in adopted)
-        self._hear(ev.AgentRestarted(kept, frozenset(source.key for source in catalog.models.values())))
-        self._take_catalog(catalog, set(adopted))
+        self._hear(ev.AgentRestarted(kept, frozenset(look.keys())))
+        self._take_look(look, set(adopted))
         self._hear(_switch_event(switch))
         by_hand = {key.model for key, weights in self._machine.holdings.weights.items() if weights.pinned_by_hand}
         pinned = self._last_pins(pins, by_hand)
@@ -259,6 +278,8 @@ class Agent:
                 reason="the state store did not take it in time",
                 then="what happened since the last write is not counted",
             )
+        if self._fetches is not None:
+            self._fetches.close()
         if self._arena is not None:
             self._moves.close()
             self._arena.close()
@@ -315,6 +336,8 @@ class Agent:
         weights = self._machine.holdings.resolve(target)
         if weights is not None and weights.demanded and self._machine.holdings.mover.get(Tier.HOST) == weights.key:
             self._moves.hurry(weights.key)
+        elif weights is not None and weights.demanded and self._fetches is not None:
+            self._fetches.hurry(weights.key)
 
     def _announce(self) -> None:
         for row in self._uses.overdue(self._clock.now_s(), self._rows_waiting):
@@ -330,6 +353,10 @@ class Agent:
 
     def _do(self, told: ev.Instruction, event: ev.Event) -> None:
         match told:
+            case ev.LoadWeights(to_tier=tier) | ev.PauseLoad(tier=tier) | ev.CancelLoad(tier=tier) | ev.EvictWeights(tier=tier) if (
+                tier <= Tier.DISK and self._fetches is not None
+            ):
+                self._fetches.carry_out(told, demanded=self._machine.holdings.weights[told.key].demanded)
             case ev.LoadWeights():
                 weights = self._machine.holdings.weights[told.key]
                 self._meter.starting(weights, self._machine.holdings, self._clock.now_s())
@@ -358,7 +385,7 @@ class Agent:
                 self._metrics.skipped.labels(what="plan", reason=told.reason).inc()
             case ev.SwitchVersion():
                 log().info("version_switched", model=told.model, old=told.old.version, new=told.new.version)
-        if isinstance(event, ev.WeightsLoaded | ev.LoadFailed):
+        if isinstance(event, ev.WeightsLoaded | ev.LoadFailed) and event.tier > Tier.DISK:
             self._load_ended(event)
 
     def _load_ended(self, event: ev.WeightsLoaded | ev.LoadFailed) -> None:
@@ -391,8 +418,9 @@ class Agent:
             if fact.bypass:
                 self._left[fact.model] = "bypass"
         elif isinstance(fact, TransferEnded):
-            self._metrics.moved.labels(cause=fact.cause.value).inc(fact.bytes)
-            self._meter.moved(fact)
+            fetched = fact.to_tier <= Tier.DISK
+            (self._metrics.fetched if fetched else self._metrics.moved).labels(cause=fact.cause.value).inc(fact.bytes)
+            (self._store_meter if fetched else self._meter).moved(fact)
 
     # --- plans and reports ---
 
@@ -434,7 +462,8 @@ class Agent:
         now_s, problems = self._clock.now_s(), self._problems()
         self._blocks.note(now_s, not self._machine.plans.switched_off and not self._machine.holdings.observing)
         group = self._options.group
-        report = make_report(self._machine, self._meter, self._arena, self._moves, now_s, problems, self._left, self._unknown, group)
+        store = None if self._fetches is None else (self._store_meter.bytes_per_s, self._fetches)
+        report = make_report(self._machine, self._meter, self._arena, self._moves, now_s, problems, self._left, self._unknown, group, store)
         totals = self._totals()
         self._link.show(records.encode(report), records.encode(totals) if self._kept.all_written else None)
         usage = self._arena.usage()
@@ -449,58 +478,14 @@ class Agent:
         return self._book.totals(self._machine.held(now_s), self.arm_of(now_s))
 
     def _problems(self) -> list[str]:
-        """What is wrong with the models folder: models that are refused or quarantined, larger than memory, or none at all."""
-        found = [f"{name}: {error}; {_LOOKED_AT_AGAIN}" for name, error in sorted(self._catalog.refused.items())]
-        for name, source in sorted(self._catalog.models.items()):
-            reason = self._disk.quarantined(source)
-            if reason is not None:
-                found.append(f"{name}: quarantined: {reason}; {_LOOKED_AT_AGAIN}")
-        return [*found, self._folder_problem] if self._folder_problem else found
+        return self._sources.problems()
 
-    # --- the models folder ---
+    # --- the models folder and the store ---
 
-    def _scan(self) -> None:
-        while not self._stop.wait(_SCAN_S):
-            try:
-                catalog = scan_models_folder(self._options.models_dir)
-            except WeightsError as exc:
-                log().warning("models_folder_unreadable", reason=str(exc))
-                continue
-            self._post(lambda found=catalog: self._take_catalog(found, frozenset()))  # type: ignore[misc]
-
-    def _take_catalog(self, catalog: Catalog, adopted: set[WeightsKey] | frozenset[WeightsKey]) -> None:
-        old = self._catalog
-        self._catalog = catalog
-        for model, source in catalog.models.items():
-            before = old.models.get(model)
-            if before is not None and before.key == source.key and not adopted and self._on_disk(source):
-                continue
-            self._by_key[source.key] = source
-            serving = self._machine.holdings.serving.get(model)
-            size = source.manifest.bytes
-            tiers = {Tier.DISK, Tier.HOST} if source.key in adopted else {Tier.DISK}
-            link_s = {Tier.HOST: size / self._options.link_bytes_per_s}
-            self._hear(ev.CatalogSeen(source.key, size, link_s, frozenset(tiers)))
-            if serving is not None and serving != source.key:
-                self._hear(ev.VersionPublished(serving, source.key))
-        self._unknown.forget(catalog.models)
+    def _take_look(self, look: Look, adopted: Set[WeightsKey] = frozenset()) -> None:
+        self._sources.take(look, adopted, self._machine.holdings, self._hear)
+        self._unknown.forget(self._sources.names())
         self._changed = True
-        self._say_what_is_wrong(catalog)
-
-    def _say_what_is_wrong(self, catalog: Catalog) -> None:
-        """The log says each thing once, as long as it stays so."""
-        for name, error in sorted(catalog.refused.items()):
-            if name not in self._refused_logged:
-                log().warning("model_refused", folder=name, reason=f"{error}; {_LOOKED_AT_AGAIN}")
-        self._refused_logged = set(catalog.refused)
-        before, self._folder_problem = self._folder_problem, _problem_of(catalog, self._options)
-        if self._folder_problem and self._folder_problem != before:
-            log().warning("models_folder", reason=self._folder_problem)
-
-    def _on_disk(self, source: ModelSource) -> bool:
-        """Whether the machine knows that the files are there, or they are known to be bad; false once bad ones were replaced."""
-        weights = self._machine.holdings.weights.get(source.key)
-        return (weights is not None and weights.ready(Tier.DISK)) or self._disk.quarantined(source) is not None
 
     # --- requests and acts by hand ---
 
@@ -571,7 +556,7 @@ class Agent:
             raise self._refused(model, version, wait.refusal)
         if wait.grant is None:
             raise UnavailableError(f"{model} was not there within {timeout_s:g} s; try again", retry_after_s=1.0)
-        source = self._by_key.get(wait.grant.key)
+        source = self._sources.source(wait.grant.key)
         if source is None:
             raise ModelNotFoundError(f"the files of {model} left the models folder", model=model)
         fds, where = self._descriptors(wait.grant, source)
@@ -595,19 +580,21 @@ class Agent:
         return self._disk.open_verified(source), "disk"
 
     def _refused(self, model: str, version: str, refusal: ev.RefuseLease) -> PrefetcherError:
-        refused = self._catalog.refused.get(model)
+        refused = self._sources.refused(model)
         if refused is not None:
-            text = f"{refused}; {_LOOKED_AT_AGAIN}"
+            text = f"{refused}; {LOOKED_AT_AGAIN}"
             return type(refused)(text, model=model) if isinstance(refused, WeightsError) else type(refused)(text)
         if refusal.reason == "unknown_model":
-            self._catalog.source(model)
+            self._sources.named(model)
             return ModelNotFoundError(f"no version {version!r} of {model}; check the version", model=model)
-        source = self._catalog.models.get(ModelName(model))
+        weights = self._machine.holdings.resolve(refusal.target)
+        source = None if weights is None else self._sources.source(weights.key)
         reason = self._disk.quarantined(source) if source is not None else None
         if reason:
-            return IntegrityError(f"{reason}; {_LOOKED_AT_AGAIN}", model=model)
+            return IntegrityError(f"{reason}; {LOOKED_AT_AGAIN}", model=model)
         retry = refusal.retry_after_s
-        return NoRoomError(f"{model}: {refusal.reason}", retry_after_s=1.0 if retry is None else retry)
+        why = self._fetches.why_refused(weights, refusal.reason) if self._fetches is not None and weights is not None else ""
+        return NoRoomError(why or f"{model}: {refusal.reason}", retry_after_s=1.0 if retry is None else retry)
 
     def release(self, holder: Holder) -> None:
         self._post(ev.HolderLost(holder.name))
@@ -623,22 +610,6 @@ class Agent:
         if not acted.ok:
             raise NoRoomError(f"{verb} {model}: {acted.reason}")
         return None
-
-
-def _problem_of(catalog: Catalog, options: AgentOptions) -> str:
-    """Why a folder of models can't be served from memory as it is, or ''."""
-    if not catalog.models:
-        folder = options.models_dir
-        return f"no model in {folder}: put a folder of safetensors files for each there, then run `prefetcher manifest {folder}`"
-    sizes = {model: source.manifest.bytes for model, source in catalog.models.items()}
-    large = sorted((model for model, taken in sizes.items() if taken > options.host_bytes), key=lambda model: -sizes[model])
-    if not large:
-        return ""
-    named = ", ".join(f"{model} ({size(sizes[model])})" for model in large[:_NAMED]) + (", …" if len(large) > _NAMED else "")
-    are = "is" if len(large) == 1 else "are"
-    count = "every model is" if len(large) == len(sizes) else f"{len(large)} of {len(sizes)} models {are}"
-    which = f"{count} larger than --host-bytes ({size(options.host_bytes)}) and always read from disk: {named}"
-    return f"{which}; the largest needs --host-bytes {sizes[large[0]]}"
 
 
 def _switch_event(switch: records.Switch) -> ev.Event:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -21,18 +21,22 @@ from prefetcher.core.types import ModelName, ModelVersion, WeightsKey
 from prefetcher.errors import IntegrityError, ManifestError, ModelNotFoundError, PrefetcherError, UnsafeFormatError
 
 __all__ = [
+    "FETCHED_NAME",
     "MANIFEST_NAME",
     "Catalog",
     "FileEntry",
     "Manifest",
     "ModelSource",
     "make_manifest",
+    "models_to_publish",
     "read_manifest",
     "scan_models_folder",
     "write_manifests",
 ]
 
 MANIFEST_NAME = "prefetcher.manifest.json"
+#: The folder in a models folder where what was fetched from a store lies (`agent.fetched`).
+FETCHED_NAME = ".prefetcher"
 
 _FORMAT = 1
 _HEX = frozenset("0123456789abcdef")
@@ -161,9 +165,13 @@ def _model_folders(folder: Path) -> list[Path]:
             raise ModelNotFoundError(f"{folder} is not a folder; name the folder that holds the models")
         if any(folder.glob("*.safetensors")) or (folder / MANIFEST_NAME).exists():
             return [folder]
-        return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+        return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".") and not _was_fetched(p))
     except OSError as exc:
         raise ModelNotFoundError(f"{folder} cannot be read ({exc.strerror}); make it readable") from exc
+
+
+def _was_fetched(model: Path) -> bool:
+    return model.is_symlink() and model.readlink().parts[:1] == (FETCHED_NAME,)
 
 
 def _inside(folder: Path, model: Path) -> None:
@@ -214,6 +222,31 @@ def write_manifests(
         weight_paths(folder)
         raise ModelNotFoundError(f"{folder} holds no model: no subfolder with a .safetensors file; name the folder that holds the models")
     return made
+
+
+def models_to_publish(folder: Path, on_refused: Callable[[PrefetcherError], None]) -> Iterator[tuple[Path, Manifest]]:
+    """Every model under `folder` with its manifest, which is made where there is none; `on_refused` is told of those that are refused.
+
+    Raises:
+        ModelNotFoundError: no model there.
+    """
+    found = False
+    for model in _model_folders(folder):
+        try:
+            _inside(folder, model)
+            if not (model / MANIFEST_NAME).exists():
+                if not weight_paths(model):
+                    continue
+                _write(model, make_manifest(model))
+            found = True
+            manifest = read_manifest(model)
+        except PrefetcherError as exc:
+            found = True
+            on_refused(exc)
+            continue
+        yield model, manifest
+    if not found:
+        raise ModelNotFoundError(f"{folder} holds no model: no subfolder with a .safetensors file; name the folder that holds the models")
 
 
 def _is_hex(text: str, digits: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from prefetcher.agent.fetching import Fetches
 from prefetcher.agent.hostmem import HostArena
 from prefetcher.agent.moves import Moves
 from prefetcher.agent.uses import Unknown
@@ -120,8 +121,9 @@ def make_report(
     left: Mapping[ModelName, str],
     unknown: Unknown,
     group: str = "",
+    store: tuple[float, Fetches] | None = None,
 ) -> NodeReport:
-    """The node as it is at `now_s`. `left`: why models were evicted or bypassed last."""
+    """The node as it is at `now_s`. `left`: why models were evicted or bypassed last; `store`: its speed in bytes a second, and fetches."""
     holdings = machine.holdings
     usage = arena.usage()
     held: list[HeldWeights] = []
@@ -153,15 +155,17 @@ def make_report(
             key.model,
             key.version,
             weights.bytes,
-            weights.bytes / meter.bytes_per_s,
+            weights.bytes / meter.bytes_per_s + _fetch_s(weights, store),
             meter.others.get(key.model, 0.0),
             meter.loads.get(key.model, 0.0),
             weights.last_use_s or None,
-            _why_absent(machine, weights, left, now_s),
+            _why_absent(machine, weights, left, now_s, None if store is None else store[1]),
             weights.pinned,
+            "disk" if weights.ready(Tier.DISK) else "remote",
+            _fetched_bytes(machine, weights, store),
         )
         for key, weights in sorted(holdings.weights.items())
-        if key in serving and weights.ready(Tier.DISK)
+        if key in serving and (weights.ready(Tier.DISK) or weights.ready(Tier.REMOTE))
     )
     locked = usage.published_bytes > 0 and usage.locked_bytes >= usage.published_bytes
     return NodeReport(
@@ -182,28 +186,52 @@ def make_report(
         problems=tuple(problems),
         unknown_rows=unknown.rows,
         unknown=unknown.most(_UNKNOWN_NAMED),
-        queued=queued_of(machine, meter.bytes_per_s, moves.done_bytes),
+        queued=queued_of(machine, meter.bytes_per_s, moves.done_bytes, lambda weights: _fetch_s(weights, store)),
     )
 
 
-def queued_of(machine: ResidencyMachine, bytes_per_s: float, done_bytes: Callable[[WeightsKey], int]) -> tuple[QueuedWeights, ...]:
-    """What rows and programs wait for at a node, and how long that takes the link into the serving tier. `done_bytes`: of running loads."""
+def _fetch_s(weights: Weights, store: tuple[float, Fetches] | None) -> float:
+    """How long the store takes for what is not on disk of the weights."""
+    if store is None or weights.ready(Tier.DISK):
+        return 0.0
+    return max(0, weights.bytes - store[1].done_bytes(weights.key)) / max(1.0, store[0])
+
+
+def _fetched_bytes(machine: ResidencyMachine, weights: Weights, store: tuple[float, Fetches] | None) -> int | None:
+    if store is None or machine.holdings.mover.get(Tier.DISK) != weights.key:
+        return None
+    return store[1].done_bytes(weights.key)
+
+
+def queued_of(
+    machine: ResidencyMachine,
+    bytes_per_s: float,
+    done_bytes: Callable[[WeightsKey], int],
+    fetch_s: Callable[[Weights], float] = lambda weights: 0.0,
+) -> tuple[QueuedWeights, ...]:
+    """What rows and programs wait for at a node, and how long that takes the link into the serving tier. `done_bytes`: of running loads;
+    `fetch_s`: how long the links below take before."""
     tier = machine.limits.serving_tier
     found = []
     for key, weights in sorted(machine.holdings.weights.items()):
         if weights.demanded:
-            left = min(weights.remaining_bytes(tier), weights.bytes - done_bytes(key))
+            left = min(weights.remaining_bytes(tier), weights.bytes - done_bytes(key)) + fetch_s(weights) * bytes_per_s
             moving = machine.holdings.mover.get(tier) == key
             found.append(QueuedWeights(key.model, round(left / max(1.0, bytes_per_s), 3), weights.waiting, moving))
     return tuple(found)
 
 
-def _why_absent(machine: ResidencyMachine, weights: Weights, left: Mapping[ModelName, str], now_s: float) -> str:
+def _why_absent(
+    machine: ResidencyMachine, weights: Weights, left: Mapping[ModelName, str], now_s: float, fetches: Fetches | None = None
+) -> str:
     """Why weights are not in memory, as a short name; '' where they are, or nothing is known but that nobody asked."""
     if Tier.HOST in weights.copies:
         return ""
     if machine.holdings.observing:
         return "observe"
+    fetching = "" if fetches is None or weights.ready(Tier.DISK) else fetches.why(weights.key)[0]
+    if fetching and (weights.retry_at_s > now_s or Tier.DISK in weights.copies):
+        return fetching
     why = machine.plans.why_never(weights, Tier.HOST, prefetch=False)
     if why or weights.retry_at_s > now_s:
         return why or "load_failed"

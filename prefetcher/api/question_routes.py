@@ -64,7 +64,7 @@ def _entries(view: View, model: str | None) -> list[dict[str, Any]]:
         found += [msgspec.to_builtins(h) | {"node": node, "ready_in_s": _ready_in_s(report, h)} for h in held]
         if model is not None and not held:
             found += [
-                {"node": node, "model": k.model, "version": k.version, "tier": "disk", "state": "absent", "bytes": k.bytes, "bytes_done": 0}
+                {"node": node, "model": k.model, "version": k.version, "tier": k.tier, "state": "absent", "bytes": k.bytes, "bytes_done": 0}
                 | {"ready_in_s": round(k.load_s, 3)}
                 for k in report.known
                 if k.model == model

@@ -142,7 +142,10 @@ def _models(status: dict[str, Any]) -> list[tuple[str, ...]]:
         if known.get("pinned"):
             why = f"pinned, not loaded: {why}" if why else "pinned, not loaded yet"
         why = waits.get(known["model"], why)
-        rows.append((known["model"], "disk", "", size(known["bytes"]), why, "", _ago(known.get("last_use_s"), now_s), ""))
+        done = known.get("fetched_bytes")
+        state = "" if done is None else f"fetching {done / max(1, known['bytes']):.0%}"
+        tier = known.get("tier", "disk")
+        rows.append((known["model"], tier, state, size(known["bytes"]), why, "", _ago(known.get("last_use_s"), now_s), ""))
     return rows
 
 

@@ -47,6 +47,7 @@
 | `prefetcher:{node/N}:orders` | list of `OrderRecord`, one for each change; the last `ORDERS_KEPT` | agent | by count |
 | `prefetcher:{node/N}:ledger` | `agent.kept.LedgerState` of node N: its ledger, and what was not yet told on | agent | never |
 | `prefetcher:{node/N}:machine` | `agent.kept.MachineState` of node N, written together with its ledger and totals | agent | never |
+| `prefetcher:{pull/all}:S`, `prefetcher:{pull/D}:S` | who has slot S for fetching, of all or of model D | agent | 15 s after a renewal |
 
 Channels (what is said there is heard at once or not at all; whoever misses it looks by itself within seconds):
 
@@ -103,6 +104,7 @@ __all__ = [
     "hour_key",
     "job_key",
     "pack_arrays",
+    "pull_key",
     "strictest",
     "unpack_arrays",
 ]
@@ -150,6 +152,11 @@ def node_key(node: NodeName, what: str) -> str:
 def hour_key(node: NodeName, hour: int, part: int) -> str:
     """The key of a part of an hour (since 1970) of a node's ledger."""
     return node_key(node, f"hour/{hour}.{part}")
+
+
+def pull_key(what: str, slot: int) -> str:
+    """The key of one of the slots for fetching from the store: of all nodes ("all"), or of one model's version (its digest)."""
+    return f"prefetcher:{{pull/{what}}}:{slot}"
 
 
 def job_key(job: str, what: str) -> str:
@@ -310,7 +317,8 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KnownWeights(msgspec.Struct, frozen=True):
-    """Weights below the host tier: `load_s` is the measured time to load, or the link's where nothing was measured.
+    """Weights below the host tier: `load_s` is the measured time to load, or the link's where nothing was measured, and of weights that are
+    only in the store (`tier` is remote) the time to fetch them too.
 
     Over its `loads` demand loads so far, `others` rows in all waited for other weights when its turn came: the model's own μ.
     `absent`: why it is not in memory, as a short name, where that is known (`words.reason`). `last_use_s` is None before the first use.
@@ -325,6 +333,9 @@ class KnownWeights(msgspec.Struct, frozen=True):
     last_use_s: float | None = None
     absent: str = ""
     pinned: bool = False
+    tier: str = "disk"
+    #: Of weights that are fetched just now: how many bytes are on disk.
+    fetched_bytes: int | None = None
 
 
 class HeldWeights(msgspec.Struct, frozen=True):

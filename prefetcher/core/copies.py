@@ -263,7 +263,7 @@ class Holdings:
     def pinned_bytes(self, tier: Tier, but: WeightsKey) -> int:
         """Bytes that no room is made of: of pins, and on disk of what is nowhere below."""
         others = [self.weights[key] for key in self.in_tier[tier] if key != but]
-        return sum(w.bytes for w in others if w.pinned or (tier is Tier.DISK and not w.ready(Tier.REMOTE)))
+        return sum(w.bytes for w in others if w.pinned or (tier is Tier.DISK and not (w.ready(Tier.REMOTE) or w.retired)))
 
     def may_leave(self, weights: Weights, tier: Tier) -> bool:
         """Whether the copy can be given up: ready, unleased, unpinned, no transfer's source, wanted by nobody, not the last copy."""
@@ -277,6 +277,8 @@ class Holdings:
             return False
         if any(pending.begun and goal > tier for goal, pending in weights.pending.items()):
             return False
+        if weights.retired and tier is Tier.DISK:
+            return True  # nobody is given it any more
         return any(weights.ready(lower) for lower in Tier if lower < tier)
 
     def candidates(self, tier: Tier, but: Weights) -> Iterator[Weights]:

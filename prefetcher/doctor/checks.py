@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from prefetcher.config import Settings, load_settings
-from prefetcher.doctor import files, memory, runtime, servers
+from prefetcher.doctor import files, memory, runtime, servers, store
 from prefetcher.doctor.finding import Finding, fail
 from prefetcher.errors import PrefetcherError, SettingsError
 
@@ -29,6 +29,7 @@ CHECKS: dict[str, Callable[[Settings], Finding]] = {
     "disk": files.check_disk,
     "state folder": files.check_state_folder,
     "gpu": runtime.check_cuda,
+    "store": store.check_store,
     "broker": servers.check_broker,
     "state server": servers.check_state_server,
     "clock": servers.check_clock,

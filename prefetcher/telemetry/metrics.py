@@ -27,6 +27,9 @@ _BEFOREHAND: dict[str, Mapping[str, Sequence[str]]] = {
     "outcomes": {"outcome": [outcome.value for outcome in Outcome if outcome is not Outcome.OPEN]},
     "loads": {"cause": _CAUSES, "result": ["ready", "failed"]},
     "moved": {"cause": _CAUSES},
+    "fetches": {"cause": _CAUSES, "result": ["ready", "failed"]},
+    "fetched": {"cause": _CAUSES},
+    "store_waits": {"reason": ["busy", "away", "model_slot", "cluster_slot"]},
     "opens": {"found": [found.value for found in Found]},
     "requests": {"source": ["http"]},
     "hints": {"result": ["new", "folded", "repeated", "past", "full"]},
@@ -57,6 +60,14 @@ class Metrics:
             buckets=_WAIT_BUCKETS,
         )
         self.moved = Counter("prefetcher_moved_bytes_total", "Bytes loaded and verified.", ["cause"], registry=registry)
+        self.fetches = Counter("prefetcher_fetches_total", "Fetches from the store ended.", ["cause", "result"], registry=registry)
+        self.fetch_time = Histogram(
+            "prefetcher_fetch_seconds", "Time from the start of a fetch to weights on disk.", registry=registry, buckets=_WAIT_BUCKETS
+        )
+        self.fetched = Counter("prefetcher_fetched_bytes_total", "Bytes fetched from the store and verified.", ["cause"], registry=registry)
+        self.store_waits = Counter(
+            "prefetcher_store_waits_total", "Times that a fetch had to wait, by what for.", ["reason"], registry=registry
+        )
         self.opens = Counter(
             "prefetcher_opens_total",
             "Programs that asked for weights, by what they found.",
