@@ -264,6 +264,7 @@ class App(Process):
             backend=backend_of(self._settings),
             users_keep_s=keep.users_keep_s,
             history_keep_s=keep.history_keep_s,
+            nodes_keep_s=keep.nodes_keep_s,
             tuner=TunerSettings(price_s_per_gb_h=self._settings.decision.price),
             seed=self._settings.decision.seed,
         )

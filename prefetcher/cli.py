@@ -24,6 +24,7 @@ from prefetcher.cli_doctor import add_doctor_command
 from prefetcher.cli_help import Contents
 from prefetcher.cli_hints import add_hint_command
 from prefetcher.cli_jobs import add_job_commands
+from prefetcher.cli_nodes import add_node_commands
 from prefetcher.cli_predictors import add_predictor_commands
 from prefetcher.cli_report import add_report_command
 from prefetcher.cli_roles import Config, add_commands, run_app
@@ -307,6 +308,7 @@ add_hint_command(app)
 add_doctor_command(app)
 add_job_commands(app)
 add_window_commands(app)
+add_node_commands(app)
 add_predictor_commands(app)
 add_report_command(app)
 

@@ -171,9 +171,14 @@ class StateSettings(_Group):
     """Where what was learned is kept."""
 
     dir: Path = Field(default=Path("~/.local/state/prefetcher"), description="folder of the embedded server and of the request log")
-    url: StateAddress | None = Field(default=None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0")
+    url: StateAddress | None = Field(
+        default=None, description="a Redis or Valkey server instead of the embedded one, as redis://host:port/0"
+    )
     users_keep_s: float = Field(default=2_592_000.0, gt=0, description="how long users are kept (hashed) after their last request")
     history_keep_s: float = Field(default=34_560_000.0, gt=0, description="how long hours of request counts are kept")
+    nodes_keep_s: float = Field(
+        default=604_800.0, ge=3_600, description="how long a node that says nothing is remembered; its figures stay in reports"
+    )
     snapshot_s: float = Field(default=30.0, gt=0, description="seconds between snapshots of what was learned")
 
 

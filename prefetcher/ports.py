@@ -236,6 +236,14 @@ class StateStore(Protocol):
         """Members that were there at `since_s` or later, sorted."""
         ...
 
+    def last_seen(self, key: str) -> dict[str, float]:
+        """Every member, and when it was there last."""
+        ...
+
+    def unsee(self, key: str, members: Sequence[str]) -> None:
+        """Forgets that these members were there."""
+        ...
+
     def publish(self, channel: str, message: bytes) -> int:
         """Tells whoever listens at this moment, and how many there are."""
         ...

@@ -147,7 +147,7 @@ def test_a_silent_node_is_told_with_how_long(setup: Setup) -> None:
     setup.virtual.advance(100.0)
     setup.report(report_of("one"))
     found = setup.http.get("/v1/nodes").json()
-    assert [(away["node"], away["silent_s"], away["at_most_s"]) for away in found["away"]] == [("three", 60.0, 300.0), ("two", 60.0, 300.0)]
+    assert [(away["node"], away["silent_s"], away["at_most_s"]) for away in found["away"]] == [("three", 70.0, 100.0), ("two", 70.0, 100.0)]
     overview = setup.http.get("/v1/overview").json()
     assert (overview["nodes"]["reporting"], overview["nodes"]["away_in_all"]) == (1, 2)
 

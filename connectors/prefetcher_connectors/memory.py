@@ -106,6 +106,15 @@ class MemoryState:
         with self._lock:
             return sorted(member for member, at_s in self._seen.get(key, {}).items() if at_s >= since_s)
 
+    def last_seen(self, key: str) -> dict[str, float]:
+        with self._lock:
+            return dict(self._seen.get(key, {}))
+
+    def unsee(self, key: str, members: Sequence[str]) -> None:
+        with self._lock:
+            for member in members:
+                self._seen.get(key, {}).pop(member, None)
+
     def publish(self, channel: str, message: bytes) -> int:
         with self._lock:
             hearing = list(self._hearing)

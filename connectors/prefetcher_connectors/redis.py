@@ -205,6 +205,17 @@ class RedisState:
         with self._answering():
             return sorted(name.decode() for name in cast("list[bytes]", self._redis.zrangebyscore(key, since_s, "+inf")))
 
+    def last_seen(self, key: str) -> dict[str, float]:
+        with self._answering():
+            found = cast("list[tuple[bytes, float]]", self._redis.zrange(key, 0, -1, withscores=True))
+            return {name.decode(): float(at_s) for name, at_s in found}
+
+    def unsee(self, key: str, members: Sequence[str]) -> None:
+        if not members:
+            return
+        with self._answering():
+            self._redis.zrem(key, *members)
+
     def publish(self, channel: str, message: bytes) -> int:
         with self._answering():
             return int(self._redis.publish(channel, message))

@@ -226,8 +226,10 @@ class Agent:
     def _go_on(self, look: Look, adopted: Iterable[WeightsKey]) -> None:
         """Takes over what the last agent of this node wrote, then what is there now: memory, weights, the switch, pins."""
         group, node = records.group_key(self._options.group, "switch"), records.node_key(self._options.node, "switch")
-        *switches, pins = self._state.read_many([records.SWITCH, group, node, records.PINS])
+        *switches, pins, fence = self._state.read_many([records.SWITCH, group, node, records.PINS, records.FENCE])
         self._kept.restore(self._state)
+        # A node that was forgotten, or is new, knows no fence: whoever led before the last leader is refused all the same.
+        self._machine.plans.heard_of(_number_of(fence))
         switch = self._last_switch(switches)
         self._machine.links.price_per_byte_s = price_per_byte_s(self._options.price_s_per_gb_h)
         self._machine.plans.switched_off = not switch.on
@@ -614,3 +616,7 @@ class Agent:
 
 def _switch_event(switch: records.Switch) -> ev.Event:
     return ev.SwitchedOn(switch.observe) if switch.on else ev.SwitchedOff()
+def _number_of(raw: bytes | None) -> int:
+    return int(raw) if raw is not None and raw.isdigit() else -1
+
+

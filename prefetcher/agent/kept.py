@@ -124,6 +124,9 @@ class Kept:
         """
         ledger, machine, blocks = state.read_many([self.key("ledger"), self.key("machine"), self.key("blocks")])
         now_s = self.clock.now_s()
+        # Whoever adds messages up takes the highest number for the newest: those of a ledger that begins anew are above all before it,
+        # which no node sends a thousand of in a second.
+        self.seq = max(self.seq, int(1000.0 * now_s))
         if blocks is not None:
             self._try("blocks", lambda: self._restore_blocks(blocks))
         if ledger is not None:

@@ -26,8 +26,6 @@ __all__ = ["StateLink"]
 
 #: Real seconds between looks for a plan that nobody announced, and between tries while the store is away.
 _LOOK_S = 1.0
-#: Real seconds between notes that the node is there; controllers look for nodes of the last day.
-_SEEN_S = 30.0
 #: Real seconds that the last snapshot may take: a server that is started again needs a few, and whoever ends the agent waits for it.
 _CLOSE_S = 10.0
 
@@ -208,7 +206,7 @@ class StateLink:
         if raw is not None and raw != self._plan:
             self._plan = raw
             self._on_plan(raw)
-        if self._real_s() - self._seen_at_s > _SEEN_S:
+        if self._real_s() - self._seen_at_s > records.SEEN_EVERY_S:
             self._state.see(records.NODES, self._node, self._clock.now_s())
             self._seen_at_s = self._real_s()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -95,6 +95,8 @@ class ByHand:
         #: The pins at the last look: what is gone since is pinned here no more, whoever took it away.
         self._pins_seen: frozenset[str] = frozenset()
         self._remembered = Remembered(state)
+        #: Nodes whose switches are remembered.
+        self._nodes_seen: set[NodeName] = set()
         #: What the log said of records that can't be read, by key.
         self._said: dict[str, str] = {}
         self._last_mode: dict[NodeName | None, Mode] = {}
@@ -246,7 +248,9 @@ class ByHand:
     def look_after(self) -> None:
         """Ends pins and switches whose time is up, and unpins on every node what was unpinned on one. Raises UnavailableError."""
         now_s = self._clock.now_s()
-        keys = [records.SWITCH, *(records.node_key(node, "switch") for node in self._nodes())]
+        nodes = self._nodes()
+        self._mind_forgotten(nodes)
+        keys = [records.SWITCH, *(records.node_key(node, "switch") for node in nodes)]
         if self._group:
             keys.append(records.group_key(self._group, "switch"))
         # Of schedules only that they are not lost.
@@ -262,6 +266,17 @@ class ByHand:
                 if self._state.replace(key, raw, records.encode(ended)):
                     log().info("switch_ended", key=key, by=said.by)
                 self._tell(Wish(said.by))
+
+    def _mind_forgotten(self, nodes: Sequence[NodeName]) -> None:
+        """The switch of a node that was forgotten is not written back should its name come again."""
+        silent = self._nodes_seen - set(nodes)
+        if silent:
+            known = self._state.last_seen(records.NODES)
+            # A store that knows no node at all lost its memory.
+            forgotten = {node for node in silent if known and node not in known}
+            self._remembered.drop(records.node_key(node, "switch") for node in forgotten)
+            self._nodes_seen -= forgotten
+        self._nodes_seen |= set(nodes)
 
     def _look_after_pins(self, pins: dict[str, records.Pin], now_s: float) -> None:
         over = {name: pin for name, pin in pins.items() if pin.until_s is not None and pin.until_s <= now_s}

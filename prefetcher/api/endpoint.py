@@ -18,6 +18,7 @@ from prefetcher.api.intake_routes import add_hints, add_requests
 from prefetcher.api.job_routes import add_jobs
 from prefetcher.api.keys import Access
 from prefetcher.api.messages import HealthAnswer, Problem
+from prefetcher.api.node_routes import add_nodes
 from prefetcher.api.page_routes import add_pages
 from prefetcher.api.problems import PROBLEMS, BodyLimit, explain_errors, problem
 from prefetcher.api.question_routes import add_questions
@@ -52,6 +53,7 @@ def make_endpoint(service: Service, body_limit_bytes: int, access: Access | None
     add_routing(app, service, access)
     add_jobs(app, service, access)
     add_windows(app, service, access)
+    add_nodes(app, service, access)
     add_dashboard(app, service, access)
     _add_health(app, service)
     _describe(app)

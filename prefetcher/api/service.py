@@ -16,6 +16,7 @@ from prefetcher.api.by_hand import ByHand, NodeByHand
 from prefetcher.api.fleet import Fleet
 from prefetcher.api.hints import HintDesk
 from prefetcher.api.jobs import JobDesk, ScheduleDesk
+from prefetcher.api.nodes import NodeDesk
 from prefetcher.api.routing import RouteDesk
 from prefetcher.clock import Clock, SystemClock
 from prefetcher.config import ApiSettings, ReportSettings
@@ -79,6 +80,7 @@ class Service:
         #: Jobs run by the machine's own clock.
         self.jobs = JobDesk(state, clock if clock.speed == 1.0 else SystemClock())
         self.reports = ReportDesk(state, clock, ReportSettings())
+        self.nodes = NodeDesk(state, self.jobs, clock)
         self.schedules = ScheduleDesk(state, self.fleet, clock, wake)
         self.routes = RouteDesk(quick_state or state, self.fleet, clock)
         self._writer = writer

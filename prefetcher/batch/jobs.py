@@ -11,7 +11,7 @@ from pathlib import Path
 
 from redis.exceptions import RedisError
 
-from prefetcher.batch import forecasting, retention, seasonal, training, tuning
+from prefetcher.batch import forecasting, gone_nodes, retention, seasonal, training, tuning
 from prefetcher.batch.runs import JobAbout
 from prefetcher.batch.scheduler import Did, Job, Run
 from prefetcher.clock import Clock
@@ -20,6 +20,7 @@ from prefetcher.core.tuner import TunerSettings
 from prefetcher.errors import UnavailableError
 from prefetcher.ingest.tables import TablesReader
 from prefetcher.ports import StateStore
+from prefetcher.report.gone import JOB
 from prefetcher_models.fitting import Backend
 from prefetcher_models.hazard import Hazard
 from prefetcher_models.seasonal import SeasonalSettings
@@ -49,6 +50,7 @@ class Means:
     backend: Backend
     users_keep_s: float
     history_keep_s: float
+    nodes_keep_s: float = 604_800.0
     tuner: TunerSettings = field(default_factory=TunerSettings)
     seed: int = 0
 
@@ -104,6 +106,10 @@ def make_jobs(means: Means) -> list[Job]:
                 "ledger-history", "hours of nodes' ledgers copied into the history, where they outlive the store", at_s=3 * 3600 + 2400
             ),
             lambda run: retention.copy_ledgers(run, means.state, means.ledger, clock),
+        ),
+        Job(
+            JobAbout(JOB, "nodes forgotten that were silent for too long, or that somebody wants forgotten", _HOUR_S),
+            lambda run: gone_nodes.forget_nodes(run, means.state, means.ledger, means.nodes_keep_s, clock.now_s()),
         ),
         Job(
             JobAbout("forget-idle-users", "users forgotten whose last request is too long ago", _HOUR_S, most_s=600.0),

@@ -159,7 +159,7 @@ class Controller:
                     if self._hints.problem:
                         log().warning("hint_classifier_not_restored", reason=self._hints.problem, then="sources' records stand meanwhile")
                 if routes is not None:
-                    self._nodes.shares.restore(msgspec.json.decode(routes))
+                    self._nodes.restore_shares(msgspec.json.decode(routes))
                 log().info("learned_restored", positions=len(self._learner.positions), rows=self._learner.traffic.rows)
             except (ValueError, KeyError, TypeError) as exc:
                 log().error("snapshot_unreadable", reason=str(exc), then="learning again from the request log")
@@ -397,8 +397,14 @@ class Controller:
         self._nodes.look(self._clock.now_s())
         self._windows.look()
         self._mind_the_fence()
-        for node in set(self._shadows) - set(self._nodes.names):
+        there = set(self._nodes.names)
+        for node in self._shadows.keys() - there:
+            # The snapshot is to have it no more either, also where nothing new is learned.
             del self._shadows[node]
+            self._saved = {}
+        for node in self._past.keys() - there:
+            del self._past[node]
+        self._placing.keep_only(there)
 
     def _mind_the_fence(self) -> None:
         """Agents refuse whoever has a lower fence than they saw. Where the store itself knows no higher one, it lost its memory: then the

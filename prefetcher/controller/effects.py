@@ -20,6 +20,7 @@ from prefetcher.core.effect import Blocks, Effect, effect_in_words, estimate
 from prefetcher.core.holdout import HoldoutSettings, arm_of
 from prefetcher.core.types import Arm, NodeName
 from prefetcher.ports import StateStore
+from prefetcher.report.gone import read_gone
 from prefetcher.telemetry.logs import log
 
 __all__ = ["EffectReader", "effect_of", "read_blocks"]
@@ -31,13 +32,15 @@ _hours = msgspec.json.Decoder(tuple[int, float])
 
 
 def read_blocks(state: StateStore, nodes: Iterable[str]) -> dict[str, tuple[list[BlockSum], dict[int, float]]]:
-    """Of each node: its blocks that are over, and what its shadow waited by hour. What can't be read is left out, and an error in the log.
+    """Of each node, and of nodes that were forgotten: its blocks that are over, and what its shadow waited by hour. What can't be read is
+    left out, and an error in the log.
 
     Raises:
         UnavailableError: the state store does not answer.
     """
     names = list(nodes)
-    found: dict[str, tuple[list[BlockSum], dict[int, float]]] = {}
+    gone = {each.node: (list(each.blocks), dict(each.shadow)) for each in read_gone(state)}
+    found = dict(gone)
     for name, raw in zip(names, state.read_many([records.node_key(NodeName(name), "blocks") for name in names]), strict=True):
         if raw is None:
             continue
@@ -45,7 +48,11 @@ def read_blocks(state: StateStore, nodes: Iterable[str]) -> dict[str, tuple[list
             # The newest are as they were when the last of them began.
             blocks = records.decode(raw, _sums)[:-BLOCKS_OPEN]
             tail = state.tail(records.node_key(NodeName(name), "shadow"), SHADOW_KEPT)
-            found[name] = blocks, dict(records.decode(each, _hours) for each in tail)
+            # A name that was forgotten and came back has hours of both lives.
+            before, waited = gone.get(name, ([], {}))
+            new = {block.block for block in blocks}
+            blocks = [*(block for block in before if block.block not in new), *blocks]
+            found[name] = blocks, waited | dict(records.decode(each, _hours) for each in tail)
         except ValueError as exc:
             log().error("blocks_unreadable", node=name, reason=str(exc), then="the node is left out of what prefetching saves")
     return found

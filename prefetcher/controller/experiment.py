@@ -142,6 +142,7 @@ class ExperimentKeeper:
             self._metrics.arms.labels(arm=arm.value).set(arms.count(arm))
         for node, shadow in shadows.items():
             self._keep(node, shadow.shadow_measured)
+        self._kept = {node: hour for node, hour in self._kept.items() if node in shadows}
 
     def _next(self, known: Experiment, now_s: float, nodes: int) -> Experiment:
         runs = known.spans[-1] if known.spans and known.spans[-1].until_s is None else None

@@ -6,6 +6,7 @@ Covers neither plans nor shadow caches, nor how what is wanted and nowhere is sp
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from prefetcher.controller import records
 from prefetcher.core.rendezvous import by_rendezvous
@@ -16,8 +17,8 @@ from prefetcher.telemetry.logs import log
 
 __all__ = ["Nodes"]
 
-#: A node that did not report for this long is planned for no more.
-_FORGOTTEN_S = 86_400.0
+#: A node that was not there for this long is planned for no more.
+_SILENT_S = 86_400.0
 #: A node that has the weights stays their home until another gets this many times its share of the requests.
 _LEAVES_AT = 2.0
 
@@ -30,6 +31,7 @@ class Nodes:
         self._always = always
         self.names: list[NodeName] = list(always)
         self.reports: dict[NodeName, records.NodeReport] = {}
+        self._known_ever: frozenset[NodeName] = frozenset()
         self._known: dict[NodeName, frozenset[str]] = {}
         self._held: dict[NodeName, frozenset[str]] = {}
         self._read_s: dict[NodeName, float] = {}
@@ -47,19 +49,40 @@ class Nodes:
         #: Where what is wanted and nowhere was placed (`controller.placing`).
         self.placed: Mapping[str, NodeName] = {}
 
+    def restore_shares(self, snapshot: Any) -> None:
+        """Goes on from what was learned of routes; what went to nodes that were forgotten since goes at the next look. Raises ValueError."""
+        self.shares.restore(snapshot)
+        self._known_ever = frozenset(map(NodeName, self.shares.nodes()))
+
     def look(self, now_s: float) -> None:
         """Reads who reports now.
 
         Raises:
             UnavailableError: the state store does not answer.
         """
-        seen = map(NodeName, self._state.members(records.NODES, now_s - _FORGOTTEN_S))
-        self.names = list(dict.fromkeys([*self._always, *seen]))
+        seen = {NodeName(name): at_s for name, at_s in sorted(self._state.last_seen(records.NODES).items())}
+        self.names = list(dict.fromkeys([*self._always, *(node for node, at_s in seen.items() if at_s >= now_s - _SILENT_S)]))
+        self._let_go()
+        # A node that is only silent is asked for as it was before when it comes back; one that was forgotten is not.
+        # A store that knows none at all lost its memory.
+        for node in self._known_ever - seen.keys() - set(self._always) if seen else ():
+            self.shares.drop(node)
+        self._known_ever = frozenset(seen)
         raw = self._state.read_many([records.node_key(node, "report") for node in self.names])
         self.reports.clear()
         for node, report in zip(self.names, raw, strict=True):
             if report is not None:
                 self.take(node, report, now_s)
+
+    def _let_go(self) -> None:
+        """Keeps nothing of nodes that were not there for a day, or were forgotten."""
+        there = set(self.names)
+        kept: tuple[dict[NodeName, Any], ...] = (self._known, self._held, self._read_s, self._ready, self._by_name, self.reports)
+        for of in kept:
+            for node in of.keys() - there:
+                del of[node]
+        self._unreadable &= there
+        self._count()
 
     def take(self, node: NodeName, raw: bytes, now_s: float) -> records.NodeReport | None:
         """The report of `node`, read at `now_s`; None for what is none: such a node is as good as silent."""

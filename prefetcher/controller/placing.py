@@ -7,7 +7,7 @@ For the controller's thread. Covers no order: a plan still weighs what a prefetc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -132,6 +132,13 @@ class Placing:
     def planned(self, report: records.NodeReport, index: Mapping[str, float]) -> None:
         """A plan ranks the models of a node by `index`."""
         self.rooms[NodeName(report.node)] = room_of(report, index, self._hold_s)
+
+    def keep_only(self, nodes: Collection[NodeName]) -> None:
+        """Other nodes are gone for good: nothing is placed there, and no second copy."""
+        self.rooms = {node: room for node, room in self.rooms.items() if node in nodes}
+        self._second = {model: at for model, at in self._second.items() if at[0] in nodes}
+        for model in [model for model, node in self._placed.items() if node not in nodes]:
+            del self._placed[model]
 
     # --- what is wanted and nowhere ---
 

@@ -9,7 +9,9 @@
 | `prefetcher:{controller}:learned` | positions in the streams and everything learned up to them, as safetensors | controller | never |
 | `prefetcher:{controller}:shadows` | every node's shadow caches at the same positions, as safetensors | controller | never |
 | `prefetcher:{controller}:hints` | open hints and the record of every source at the same positions (`core.hints`) | controller | never |
-| `prefetcher:{nodes}:seen` | sorted set: node name, when it reported last | agent | never; read for a day |
+| `prefetcher:{nodes}:seen` | sorted set: node name, when it was there last, to half a minute | agent | when the node is forgotten |
+| `prefetcher:{nodes}:to-forget` | sorted set: node that somebody wants forgotten, since when | endpoint | when that was looked at |
+| `prefetcher:{nodes}:gone` | list of `report.gone.GoneNode`: what reports and the experiment need of the forgotten | scheduler | 42 days |
 | `prefetcher:{controller}:forecasts` | `Forecasts`: how likely each model is used soon | controller | after two ticks |
 | `prefetcher:{controller}:placements` | `Placements`: where wanted models go, and what room costs | controller | after two ticks |
 | `prefetcher:{controller}:routes` | where requests go (`core.routing_shares`), as of `learned` | controller | never |
@@ -57,6 +59,7 @@ Channels (what is said there is heard at once or not at all; whoever misses it l
 | `prefetcher:{jobs}:calls` | the name of a job that somebody wants run | endpoint | schedulers |
 | `prefetcher:{node/N}:calls` | `Call` to node N: there is a plan, rows, an act by hand, the switch | controller, endpoint | agent of N |
 
+A key of a node is one of `NODE_KEYS`, and goes when the node is forgotten (`batch.gone_nodes`), whatever its end says.
 The braces are hash tags: keys that are written together lie in one slot of a cluster. Records are JSON but for `learned` and `shadows`.
 """
 
@@ -75,6 +78,7 @@ __all__ = [
     "BY_HAND_KEPT",
     "ORDERS_KEPT",
     "REPORT_EXPIRES_S",
+    "SEEN_EVERY_S",
     "SUMS_EXPIRE_S",
     "ByHand",
     "Call",
@@ -129,7 +133,19 @@ SCHEDULES = "prefetcher:{controller}:schedules"
 JOBS = "prefetcher:{jobs}:known"
 SCHEDULERS = "prefetcher:{jobs}:schedulers"
 JOB_CALLS = "prefetcher:{jobs}:calls"
+TO_FORGET = "prefetcher:{nodes}:to-forget"
+GONE = "prefetcher:{nodes}:gone"
 
+#: Every key of a node but those of its hours, which its `sums` list. All of them go when it is forgotten; the lease last.
+NODE_KEYS = frozenset(
+    {
+        "fence", "plan", "decides", "lease", "report", "totals", "sums", "shadow-hours", "blocks", "shadow", "orders", "ledger",
+        "machine", "switch",
+    }
+)  # fmt: skip
+
+#: Real seconds between notes in `NODES` that an agent is there.
+SEEN_EVERY_S = 30.0
 #: An agent reports every second; three missed reports and it counts as gone.
 REPORT_EXPIRES_S = 5.0
 #: A week of one order a minute.
@@ -145,13 +161,18 @@ def group_key(group: str, what: str) -> str:
 
 
 def node_key(node: NodeName, what: str) -> str:
-    """The key of `what` (plan, fence, report, totals, sums, orders, ledger, machine, switch), or the channel `calls`, of a node."""
+    """The key of `what` (one of `NODE_KEYS`, or `answer/ID`, which ends by itself), or the channel `calls`, of a node.
+
+    Raises ValueError for any other: what is not listed would stay when the node is forgotten.
+    """
+    if what not in NODE_KEYS and what != "calls" and not what.startswith("answer/"):
+        raise ValueError(f"{what!r} is none of a node's keys; add it to NODE_KEYS, so that it goes when the node is forgotten")
     return f"prefetcher:{{node/{node}}}:{what}"
 
 
 def hour_key(node: NodeName, hour: int, part: int) -> str:
     """The key of a part of an hour (since 1970) of a node's ledger."""
-    return node_key(node, f"hour/{hour}.{part}")
+    return f"prefetcher:{{node/{node}}}:hour/{hour}.{part}"
 
 
 def pull_key(what: str, slot: int) -> str:

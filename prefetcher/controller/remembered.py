@@ -1,14 +1,14 @@
 """What people said by hand survives a state server that forgot everything: whoever read it last writes it back.
 
-Nothing deletes switches and pins (an empty list of pins is written as one), so that a key that was there and is not any more went with the
-server's memory. A key that somebody wrote meanwhile is left as it is, and a record that is none is not written back: what could be read
-before it is. Covers neither what the records say nor plans and reports, which are
-written again by themselves.
+Nothing deletes switches and pins (an empty list of pins is written as one) but the forgetting of a node, so that a key that was there and
+is not any more went with the server's memory. A key that somebody wrote meanwhile is left as it is, and a record that is none is not
+written back: what could be read before it is. Covers neither what the records say nor plans and reports, which are written again by
+themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prefetcher.ports import StateStore
 from prefetcher.telemetry.logs import log
@@ -32,6 +32,12 @@ class Remembered:
             UnavailableError: the state store does not answer.
         """
         return [self._last_of(key, raw) for key, raw in zip(keys, found, strict=True)]
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """What is under these keys went on purpose, and is not written back."""
+        for key in keys:
+            self._last.pop(key, None)
+            self._before.pop(key, None)
 
     def refuse(self, key: str) -> None:
         """What `look` found under `key` last is no record: should it be removed, the value before it is written back, if there was one."""

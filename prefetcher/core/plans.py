@@ -51,6 +51,11 @@ class Plans:
             self.holdings.weights[key].pinned_by_plan = False
         self.planned = {}
 
+    def heard_of(self, fence: int) -> None:
+        """Somebody led with this `fence`: plans of a lower one are refused, whoever's they are."""
+        if fence > self.fence:
+            self.fence, self.revision = fence, -1
+
     def received(self, plan: Plan) -> None:
         why = ""
         if plan.node != self.node:

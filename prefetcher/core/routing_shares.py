@@ -82,6 +82,15 @@ class RoutingShares:
         """Those of which some row named a node."""
         return [model for model, nodes in self._seen.items() if nodes.keys() - {_NOWHERE}]
 
+    def nodes(self) -> set[str]:
+        """Those that some row named."""
+        return {node for nodes in self._seen.values() for node in nodes} - {_NOWHERE}
+
+    def drop(self, node: str) -> None:
+        """Forgets what went to `node`: there is no such node any more."""
+        for model in [model for model, nodes in self._seen.items() if nodes.pop(node, None) is not None and not nodes]:
+            del self._seen[model]
+
     def forget(self, now_s: float) -> None:
         """Drops what nobody asked for in a month."""
         for model in list(self._seen):

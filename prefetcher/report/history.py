@@ -2,30 +2,35 @@
 
 An hour is settled, as far as its first part goes, once agents hand it out (`agent.orderbook`); each part is then copied, and again should
 its node write it again. What was copied is noted beside the files, so that a day's run reads only what is new; a run that is repeated
-changes nothing. Covers no removing.
+changes nothing. Of a node that is to be forgotten all is copied at once, with what it held (`copy_node`). Covers no removing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import fcntl
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from prefetcher.controller import records
+from prefetcher.core.held import provisional
 from prefetcher.core.totals import HOUR_S, Totals
 from prefetcher.core.types import NodeName
 from prefetcher.parquet_files import write_table
 from prefetcher.ports import StateStore
-from prefetcher.report.sums import HourPart, decode_hour, decode_ledger
+from prefetcher.report.sums import HourPart, StoredLedger, decode_hour, decode_ledger
 from prefetcher.report.tables import Cell, hour_file, read_hours, sums_table
 from prefetcher.telemetry.logs import log
 
-__all__ = ["copy_hours"]
+__all__ = ["HELD_PART", "copy_hours", "copy_node"]
 
 #: Agents keep hours for six; those whose topic was away keep them longer.
 _SETTLED_H = 12
 _NOTE = "copied.json"
+#: The part of an hour that what a forgotten node still held is counted in: agents' own parts never get so far.
+HELD_PART = 1_000_000
 _Copied = dict[str, dict[HourPart, int]]
 _notes = msgspec.json.Decoder(dict[str, list[tuple[int, int, int]]])
 
@@ -72,13 +77,51 @@ def copy_hours(state: StateStore, folder: Path, now_s: float, on_hour: Callable[
             except ValueError as exc:
                 log().error("ledger_unreadable", node=name, reason=str(exc), then="this hour is not copied into the history")
         if new:
-            write_table(hour_file(folder, hour), sums_table(read_hours(folder, [hour]) | new))
+            _add(folder, hour, new)
     folder.mkdir(parents=True, exist_ok=True)
     part_of_note = note.with_name(f"{_NOTE}.part")
     written_of = {name: [(*place, written) for place, written in sorted(places.items())] for name, places in kept.items()}
     part_of_note.write_bytes(msgspec.json.encode(written_of))
     part_of_note.replace(note)
     return count
+
+
+def copy_node(state: StateStore, folder: Path, node: NodeName, stored: StoredLedger) -> int:
+    """Copies everything that `node` told, and what it still held as if given back at its last telling; how many hours.
+
+    Raises:
+        UnavailableError: the state store does not answer.
+        OSError, InputError: the folder can't be written, or read.
+    """
+    by_hour: dict[int, dict[Cell, Totals]] = {}
+    places = [(hour, part) for hour, part, _ in stored.hours]
+    raw = state.read_many([records.hour_key(node, hour, part) for hour, part in places]) if places else []
+    for (hour, part), item in zip(places, raw, strict=True):
+        if item is None:
+            continue
+        try:
+            by_hour.setdefault(hour, {}).update({(node, part, key): totals for key, totals in decode_hour(item)})
+        except ValueError as exc:
+            log().error("ledger_unreadable", node=node, reason=str(exc), then="this hour is not copied into the history")
+    for key, totals in provisional(sorted(stored.held, key=lambda entry: entry.place), stored.at_s).items():
+        by_hour.setdefault(key.hour, {})[node, HELD_PART, key] = totals
+    for hour, new in sorted(by_hour.items()):
+        _add(folder, hour, new)
+    return len(by_hour)
+
+
+def _add(folder: Path, hour: int, new: Mapping[Cell, Totals]) -> None:
+    """Puts cells into the file of their hour; two who do that at once do it one after the other."""
+    with _alone(folder):
+        write_table(hour_file(folder, hour), sums_table(read_hours(folder, [hour]) | dict(new)))
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _read_note(note: Path) -> _Copied:

@@ -15,6 +15,7 @@ from prefetcher.core.totals import HOUR_S, Totals, TotalsKey
 from prefetcher.core.types import NodeName
 from prefetcher.errors import InputError
 from prefetcher.ports import StateStore
+from prefetcher.report.history import HELD_PART
 from prefetcher.report.messages import MissingNode
 from prefetcher.report.sums import HourPart, NodeSums, StoredLedger, decode_hour, decode_ledger
 from prefetcher.report.tables import read_hours
@@ -96,7 +97,11 @@ def _node(
             gone.append(place[0])
     node = NodeSums.stored(name, stored, read)
     if past is not None:
-        node.sums = past.sums | node.sums
+        # A node that was forgotten while its agent went on tells itself what became of the memory that it held then.
+        earlier = {
+            place: totals for place, totals in past.sums.items() if place[0] != HELD_PART or (place[1].hour + 1) * HOUR_S <= stored.since_s
+        }
+        node.sums = earlier | node.sums
         node.since_s = min(node.since_s, past.since_s)
     return node, gone
 

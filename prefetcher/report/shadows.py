@@ -13,6 +13,7 @@ import msgspec
 from prefetcher.controller import records
 from prefetcher.core.types import NodeName
 from prefetcher.ports import StateStore
+from prefetcher.report.gone import read_gone
 
 __all__ = ["ShadowHours", "read_shadows"]
 
@@ -27,13 +28,14 @@ _decoder = msgspec.json.Decoder(ShadowHours)
 
 
 def read_shadows(state: StateStore, nodes: Sequence[str]) -> Mapping[str, Mapping[int, float]]:
-    """By node and hour what its requests would have waited, where that is known.
+    """By node and hour what its requests would have waited, where that is known; of nodes that were forgotten too.
 
     Raises:
         UnavailableError: the state store does not answer.
     """
     raw = state.read_many([records.node_key(NodeName(node), "shadow-hours") for node in nodes])
-    return {node: _hours(item) for node, item in zip(nodes, raw, strict=True)}
+    gone = {each.node: each.shadow_hours for each in read_gone(state)}
+    return {node: {**gone.get(node, {}), **_hours(item)} for node, item in zip(nodes, raw, strict=True)}
 
 
 def _hours(raw: bytes | None) -> Mapping[int, float]:
