@@ -157,7 +157,7 @@ def test_a_paused_prefetch_goes_on_where_it_stopped_once_demand_is_served() -> N
 
 
 def test_a_row_joins_a_moving_prefetch_which_is_then_late_and_no_more_paused() -> None:
-    bench = Bench({"a": 50, "b": 20})
+    bench = Bench({"a": 50, "b": 50})
     bench.plan(bench.wants("a", 1.0, "o1"), bench.wants("b", 1.0))
     bench.tell(ev.Requested(ModelName("a"), bench.now_s + 1.0))
     assert [u.decision_id for u in bench.facts(facts.OrderUsed)] == ["o1"]

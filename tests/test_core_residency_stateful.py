@@ -80,6 +80,7 @@ class Residency(RuleBasedStateMachine):
         self.revision = 0
         self.decisions = 0
         self.asks = 0
+        self.off = False
         self.ledger = Ledger(keep_hours=1_000_000)
 
     @initialize()
@@ -116,14 +117,17 @@ class Residency(RuleBasedStateMachine):
                 self.loading[key, tier] = told.resume_from_bytes
                 if told.cause not in (Cause.DEMAND, Cause.MANUAL) and not resumed:
                     assert self.taken(tier) <= LIMITS.budget_bytes[tier] - LIMITS.reserve_bytes.get(tier, 0)
-            case ev.PauseLoad(key, tier):
+            case ev.PauseLoad(key, tier, to):
                 assert (key, tier) in self.loading
                 self.pausing.add((key, tier))
+                if to is not None:
+                    self.is_denser(to, key, tier)
             case ev.CancelLoad(key, tier):
                 place = (key, tier)
                 if place in self.leaving:  # said again
                     return
                 assert place in self.loading or place in self.paused
+                assert place not in self.paused or not self.machine.holdings.weights[key].demanded, "somebody waits for it"
                 self.loading.pop(place, None)
                 self.paused.pop(place, None)
                 self.pausing.discard(place)
@@ -134,7 +138,8 @@ class Residency(RuleBasedStateMachine):
                     return
                 assert (key, tier) in self.there, "only what is ready is evicted"
                 assert not any(n for (_, k, t), n in self.leases.items() if (k, t) == (key, tier)), "leased"
-                assert any((key, below) in self.there for below in Tier if below < tier) or reason is ev.Evicted.BAD
+                replaced = tier is Tier.DISK and self.machine.holdings.weights[key].retired
+                assert replaced or any((key, below) in self.there for below in Tier if below < tier) or reason is ev.Evicted.BAD
                 if room_for is not None:
                     assert not self.machine.holdings.weights[key].pinned
                     rank = self.machine.links.rank(self.machine.holdings.weights[room_for], tier)
@@ -153,6 +158,15 @@ class Residency(RuleBasedStateMachine):
                 self.note(fact)
             case _:
                 pass
+
+    def is_denser(self, new: WeightsKey, moving: WeightsKey, tier: Tier) -> None:
+        """A demand load gives way to another one alone, of which more rows wait per byte that is left."""
+        assert not self.off
+        assert new != moving
+        waiting = {key: self.machine.holdings.weights[key].waiting for key in (new, moving)}
+        left = {key: self.size[key] - self.loading.get((key, tier), self.paused.get((key, tier), 0)) for key in (new, moving)}
+        assert waiting[new] * left[moving] > waiting[moving] * left[new]
+        assert waiting[moving] > 0
 
     def note(self, fact: facts.Fact) -> None:
         self.ledger.record(fact)
@@ -288,6 +302,7 @@ class Residency(RuleBasedStateMachine):
 
     @rule(on=st.booleans())
     def switch(self, on: bool) -> None:
+        self.off = not on
         self.tell(ev.SwitchedOn() if on else ev.SwitchedOff())
         if not on:
             moving = [self.machine.holdings.weights[k].copies[t] for k, t in self.loading]
@@ -328,10 +343,21 @@ class Residency(RuleBasedStateMachine):
     @precondition(lambda self: self.pausing)
     @rule(data=st.data())
     def load_pauses(self, data: st.DataObject) -> None:
-        place = data.draw(st.sampled_from(sorted(self.pausing)))
+        self.load_pauses_at(data.draw(st.sampled_from(sorted(self.pausing))))
+
+    def load_pauses_at(self, place: Place) -> None:
         self.pausing.discard(place)
         self.paused[place] = self.loading.pop(place)
         self.tell(ev.LoadPaused(*place, self.paused[place]))
+
+    @precondition(lambda self: self.loading)
+    @rule(data=st.data(), model=models, rows=st.integers(1, 4))
+    def many_come_while_a_load_moves(self, data: st.DataObject, model: str, rows: int) -> None:
+        """More of them than at one row a step, so that loads give way, and are paused before anything else happens."""
+        for _ in range(rows):
+            self.tell(ev.Requested(ModelName(model), self.now_s, 0.05))
+        if self.pausing:
+            self.load_pauses_at(data.draw(st.sampled_from(sorted(self.pausing))))
 
     @precondition(lambda self: self.leaving)
     @rule(data=st.data())

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from prefetcher.core.facts import Found
-from prefetcher.core.types import Cause, DecisionId, ModelName, Order, Tier, WeightsKey
+from prefetcher.core.quotas import Quotas
+from prefetcher.core.types import Cause, DecisionId, ModelName, Order, TenantQuota, Tier, WeightsKey
 
 __all__ = ["IN_FLIGHT", "Copy", "Holdings", "NodeLimits", "Pending", "Row", "Stage", "Waiter", "Weights"]
 
@@ -38,7 +39,8 @@ class NodeLimits:
     answer_s: float = 30.0
     #: The link is kept for a load whose victims have just been told to leave: that takes milliseconds, unless an engine still maps them.
     give_back_s: float = 1.0
-    #: A row or lease that waits for weights that don't move is served from the tier below, or refused, after this long.
+    #: A row or lease that waits for weights that don't move is served from the tier below, or refused, after this long; while they move it
+    #: goes on waiting.
     demand_deadline_s: float = 300.0
     #: Back-off after failed loads: doubles from the first to the cap; jitter takes it to between half and all of it.
     backoff_s: float = 1.0
@@ -91,6 +93,9 @@ class Copy:
     segment_from_bytes: int = 0
     #: How long its bytes moved so far, pauses left out.
     moved_s: float = 0.0
+    #: When it was paused last, and whether it then gave way, as a demand load, to a denser one.
+    paused_s: float = 0.0
+    yields: bool = False
     #: The prefetch that started its transfer.
     decision_id: DecisionId | None = None
     #: The prefetch that it answers, from ready to the end.
@@ -190,9 +195,22 @@ class Weights:
     def highest_ready(self) -> Tier | None:
         return max((t for t in self.copies if self.ready(t)), default=None)
 
-    def remaining_bytes(self, tier: Tier) -> int:
+    def queued_since_s(self, tier: Tier) -> float:
+        """Since when demand waits for the link into `tier`: a load that gave way came to its queue anew."""
         copy = self.copies.get(tier)
-        return self.bytes - (copy.bytes_done if copy is not None else 0)
+        gave_way = copy is not None and copy.stage is Stage.PAUSED and copy.yields
+        return copy.paused_s if copy is not None and gave_way else self.demanded_since_s
+
+    def still_s(self, now_s: float) -> float:
+        """How long demand has waited while no byte moved; of a load that gave way, all its pauses together."""
+        moved_s = sum(copy.moved_s for copy in self.copies.values() if copy.stage is Stage.PAUSED)
+        return now_s - self.demanded_since_s - moved_s
+
+    def remaining_bytes(self, tier: Tier) -> int:
+        """What the link into `tier` has to bring; of what is on its way out there, all."""
+        copy = self.copies.get(tier)
+        leaves = copy is not None and copy.stage in (Stage.CANCELLING, Stage.EVICTING)
+        return self.bytes - (0 if copy is None or leaves else copy.bytes_done)
 
 
 class Holdings:
@@ -208,6 +226,8 @@ class Holdings:
         self.serving: dict[ModelName, WeightsKey] = {}
         self.in_tier: dict[Tier, dict[WeightsKey, Copy]] = {tier: {} for tier in Tier}
         self.used_bytes: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        #: What tenants may hold of the host tier beyond demand.
+        self.quotas = Quotas()
         #: The transfer that has the link into a tier.
         self.mover: dict[Tier, WeightsKey] = {}
 
@@ -251,6 +271,28 @@ class Holdings:
         if whole is None or not prefetch:
             return whole
         return whole - self.limits.reserve_bytes.get(tier, 0)
+
+    def claims(self, weights: Weights) -> bool:
+        """Whether they hold the host tier, or will, for another reason than demand: pinned, leased, or a prefetch that nobody used yet."""
+        if weights.pinned and not weights.retired:
+            return True
+        copy = weights.copies.get(Tier.HOST)
+        if copy is None or copy.stage in (Stage.EVICTING, Stage.CANCELLING):
+            return False
+        return bool(copy.leases) or self.is_unused_guess(weights)
+
+    def is_unused_guess(self, weights: Weights) -> bool:
+        """Whether their copy in the host tier, there or on its way, is a prefetch that nobody used yet."""
+        copy = weights.copies.get(Tier.HOST)
+        if copy is None or copy.stage in (Stage.EVICTING, Stage.CANCELLING):
+            return False
+        if copy.stage is Stage.READY:
+            return copy.order is not None and not copy.used
+        return any(pending.begun and not pending.used for goal, pending in weights.pending.items() if goal >= Tier.HOST)
+
+    def claimed_bytes(self, quota: TenantQuota) -> int:
+        """What a tenant's weights hold so."""
+        return sum(w.bytes for w in self.weights.values() if self.quotas.of(w.key.model) is quota and self.claims(w))
 
     def freeing_bytes(self, tier: Tier) -> int:
         """Bytes that are on their way back to the kernel."""

@@ -325,8 +325,11 @@ class LoadWeights:
 
 @dataclass(frozen=True, slots=True)
 class PauseLoad:
+    """`to`: the denser demand load that a demand load gives way to; None where a prefetch pauses, and where it is said again."""
+
     key: WeightsKey
     tier: Tier
+    to: WeightsKey | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from prefetcher.core.admission import Rank, Verdict, admit
+from prefetcher.core.admission import Rank, Verdict, admit, under_cap
 from prefetcher.core.copies import IN_FLIGHT, Holdings, Pending, Stage, Waiter, Weights
 from prefetcher.core.events import Evicted, Record, RefuseLease, RefuseOrder, SwitchVersion
 from prefetcher.core.facts import Ending, Found, RowServed
-from prefetcher.core.planner import next_in_smith_order
+from prefetcher.core.planner import next_in_smith_order, outranks
+from prefetcher.core.quotas import CAPPED
 from prefetcher.core.transfers import Transfers
 from prefetcher.core.types import Cause, Tier, WeightsKey
 
@@ -35,6 +36,8 @@ class Links:
         self.price_per_byte_s = 0.0
         #: Weights that want a transfer, or may: demand, prefetches, pins, new versions.
         self.active: dict[WeightsKey, None] = {}
+        #: Weights that somebody came for, or that came to a link, since it was last looked at.
+        self._came: set[WeightsKey] = set()
 
     def active_weights(self) -> list[Weights]:
         return [self.holdings.weights[key] for key in sorted(self.active)]
@@ -55,6 +58,11 @@ class Links:
                 return
         self.transfers.mark_wanted(weights, self.limits.serving_tier, self.now_s)
         self.active[weights.key] = None
+        self.came(weights)
+
+    def came(self, weights: Weights) -> None:
+        """Demand waits for a link since now: what moves there may give way."""
+        self._came.add(weights.key)
 
     def _why_bypass(self, weights: Weights, base: Tier | None) -> str:
         """Why demand should not wait for a load but be served as things are, or ''."""
@@ -75,8 +83,24 @@ class Links:
         """Who waits gets the weights from the serving tier, or from above it, if they are there."""
         serving = self.limits.serving_tier
         tier = min((t for t in Tier if t >= serving and weights.ready(t)), default=None)
-        if tier is not None:
+        if tier is Tier.HOST and weights.waiters and not self.may_claim(weights):
+            # Rows are served where the weights are: they hold nothing.
+            waiters, weights.waiters = weights.waiters, []
             self.transfers.serve(weights, tier, self.now_s)
+            weights.waiters = waiters
+            if weights.ready(Tier.DISK):
+                self.transfers.serve(weights, Tier.DISK, self.now_s, bypass=True, reason=CAPPED)
+            else:
+                self.give_up(weights, CAPPED, self.limits.backoff_s)
+        elif tier is not None:
+            self.transfers.serve(weights, tier, self.now_s)
+
+    def may_claim(self, weights: Weights) -> bool:
+        """Whether weights may be pinned or leased in the host tier under their tenant's cap; what it gives up of its own for that leaves."""
+        given_up, fits = under_cap(self.holdings, weights, self.now_s, guess=False)
+        for victim in given_up:
+            self.transfers.evict(victim, Tier.HOST, Evicted.ROOM, self.now_s, weights.key)
+        return fits
 
     def settle(self, weights: Weights, reason: str, retry_after_s: float | None) -> None:
         """Demand that can't wait for the link: from the tier below if it can be opened there, else refused."""
@@ -123,12 +147,15 @@ class Links:
         """Whether a transfer into `tier` would be for prefetching only, or for nobody."""
         return self.rank(weights, tier) in (Rank.PREFETCH, None)
 
-    def advance(self) -> None:
-        """Start, pause and make room as things now stand, on every edge."""
+    def advance(self, *, yields: bool = True) -> None:
+        """Start, pause and make room as things now stand, on every edge. `yields`: demand loads give way to denser ones."""
+        if not yields:
+            self._came.clear()
         for key in [k for k in self.active if not self._wants_anything(self.holdings.weights[k])]:
             del self.active[key]
         for tier in EDGES:
             self._advance_edge(tier)
+        self._came.clear()
 
     def _wants_anything(self, weights: Weights) -> bool:
         in_flight = any(copy.stage in IN_FLIGHT for copy in weights.copies.values())
@@ -152,7 +179,7 @@ class Links:
         queue = self._queue(tier)
         mover = self.holdings.mover.get(tier)
         if mover is not None:
-            self._yield_to_demand(self.holdings.weights[mover], tier, queue.get(Rank.DEMAND, []))
+            self._give_way(self.holdings.weights[mover], tier, queue.get(Rank.DEMAND, []))
             return
         claimed_bytes = 0
         demand_waits = False
@@ -183,7 +210,7 @@ class Links:
         return bool(leaving) and all(copy.nudges == 0 and copy.deadline_s - self.now_s > soon_s for copy in leaving)
 
     def _in_order(self, queue: dict[Rank, list[Weights]], tier: Tier) -> Iterator[tuple[Rank, Weights]]:
-        demand = sorted(queue.get(Rank.DEMAND, []), key=lambda w: (w.demanded_since_s, w.key))
+        demand = sorted(queue.get(Rank.DEMAND, []), key=lambda w: (w.queued_since_s(tier), w.key))
         while demand:
             waiting = np.array([w.waiting for w in demand], dtype=np.float64)
             remaining = np.array([w.remaining_bytes(tier) for w in demand], dtype=np.float64)
@@ -207,15 +234,24 @@ class Links:
             cause = pending.order.cause if pending is not None else Cause.MANUAL
         self.transfers.start(weights, tier, cause, pending, self.now_s)
 
-    def _yield_to_demand(self, weights: Weights, tier: Tier, demand: list[Weights]) -> None:
-        if weights.copies[tier].stage is not Stage.MOVING or self.rank(weights, tier) is Rank.DEMAND:
+    def _give_way(self, weights: Weights, tier: Tier, demand: list[Weights]) -> None:
+        """What is on the link pauses for demand; what is demanded itself does for denser demand alone, and only when that comes."""
+        if weights.copies[tier].stage is not Stage.MOVING:
             return
+        demanded = self.rank(weights, tier) is Rank.DEMAND
         for other in demand:
+            if demanded and not (other.key in self._came and self._denser(other, weights, tier)):
+                continue
             # Only for demand that could then go: pausing for one that stays stuck would stop and start for ever.
             found = admit(self.holdings, other, tier, Rank.DEMAND, self.price_per_byte_s, self.now_s)
             if found.verdict in (Verdict.START, Verdict.EVICT, Verdict.WAIT):
-                self.transfers.pause(weights, tier, self.now_s)
+                self.transfers.pause(weights, tier, self.now_s, other.key if demanded else None)
                 return
+
+    def _denser(self, weights: Weights, other: Weights, tier: Tier) -> bool:
+        """Whether more rows wait per byte that is left."""
+        mine, theirs = weights.remaining_bytes(tier), other.remaining_bytes(tier)
+        return bool(outranks(float(weights.waiting), float(mine), float(other.waiting), float(theirs)))
 
     def _turned_away(self, weights: Weights, tier: Tier, rank: Rank, verdict: Verdict, reason: str) -> None:
         base = weights.highest_ready()

@@ -11,6 +11,7 @@ full):
 | nothing    | `CatalogSeen` says it is complete there            | READY      |              |
 | MOVING     | `BytesVerified`                                    | MOVING     |              |
 | MOVING     | demand waits for the link, and this is none        | PAUSING    | PauseLoad    |
+| MOVING     | denser demand comes than this is                   | PAUSING    | PauseLoad    |
 | MOVING     | no progress for `stall_s`; prefetching switched off| CANCELLING | CancelLoad   |
 | MOVING     | `WeightsLoaded`                                    | READY      | GrantLease … |
 | MOVING     | `LoadFailed`                                       | nothing    |              |
@@ -31,6 +32,11 @@ that were paused first, then as the plan ranks them, and only while no demand wa
 skipped. Demand that is
 not worth its victims or its price, or finds no room, is served from the tier below (bypass); an order that can never fit is refused.
 
+A demand load gives way when somebody comes for weights of which more rows wait per byte that is left, at the end of its block; it keeps its
+memory and what it has read, and waits again in Smith's order. While somebody waits for it its memory is nobody else's: a newcomer that
+finds no room beside such loads is served from the tier below. One that did not move for `demand_deadline_s` in all is served from there
+itself. Prefetching switched off, nothing gives way but prefetches.
+
 Prefetches (`Order`): issued -> refused or joined (ends `replaced`) | begun -> ready -> given up or displaced, used or
 not | cancelled | failed.
 """
@@ -47,6 +53,7 @@ from prefetcher.core.facts import Ending, ResidencyEnded, RowSeen
 from prefetcher.core.links import Links
 from prefetcher.core.node_snapshot import encode_node, restore_node, snapshot_node
 from prefetcher.core.plans import Plans
+from prefetcher.core.quotas import CAPPED
 from prefetcher.core.transfers import Transfers
 from prefetcher.core.types import Arm, Cause, DecisionId, NodeName, Order, Tier, WeightsKey
 
@@ -74,7 +81,7 @@ class ResidencyMachine:
         self.links.now_s = max(self.links.now_s, now_s)
         self._dispatch(event)
         if not isinstance(event, ev.BytesVerified):
-            self.links.advance()
+            self.links.advance(yields=not self.plans.switched_off)
         out, self.transfers.out = self.transfers.out, []
         return out
 
@@ -281,6 +288,8 @@ class ResidencyMachine:
         self.transfers.loaded(weights, event.tier, self._now_s)
         if event.tier >= self.limits.serving_tier:
             self.links.serve(weights)
+        elif weights.demanded:
+            self.links.came(weights)
         if weights.carry_to is not None and event.tier >= weights.carry_to:
             self.links.switch(weights)
 
@@ -338,6 +347,8 @@ class ResidencyMachine:
             self._answer(event.ask_id, False, "no_copy")
         elif why := self.plans.why_never(weights, self.limits.serving_tier, prefetch=False):
             self._answer(event.ask_id, False, why)
+        elif not self.links.may_claim(weights):
+            self._answer(event.ask_id, False, CAPPED)
         else:
             weights.pinned_by_hand = True
             self.links.active[weights.key] = None
@@ -453,8 +464,7 @@ class ResidencyMachine:
             if pending.order.deadline_s <= now_s and (stuck or not pending.begun):
                 ending = Ending.CANCELLED if pending.begun else Ending.REPLACED
                 self.transfers.end_pending(weights, goal, ending, "deadline", now_s)
-        waited_s = now_s - weights.demanded_since_s
-        if weights.demanded and not moving and waited_s >= self.limits.demand_deadline_s:
+        if weights.demanded and not moving and weights.still_s(now_s) >= self.limits.demand_deadline_s:
             self.links.settle(weights, "deadline", self.limits.backoff_cap_s)
 
     # --- restarts ---

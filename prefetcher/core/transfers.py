@@ -125,18 +125,21 @@ class Transfers:
             )
         )
 
-    def pause(self, weights: Weights, tier: Tier, now_s: float) -> None:
-        """MOVING -> PAUSING."""
+    def pause(self, weights: Weights, tier: Tier, now_s: float, to: WeightsKey | None = None) -> None:
+        """MOVING -> PAUSING; `to` is what a demand load gives way to."""
         copy = weights.copies[tier]
         copy.stage = Stage.PAUSING
+        copy.yields = to is not None
         copy.deadline_s = now_s + self.limits.answer_s
-        self.out.append(PauseLoad(weights.key, tier))
+        self.out.append(PauseLoad(weights.key, tier, to))
 
     def paused(self, weights: Weights, tier: Tier, bytes_done: int, now_s: float) -> None:
         """MOVING or PAUSING -> PAUSED; the link is free, the memory stays taken."""
         copy = weights.copies[tier]
         self.end_segment(weights, copy, min(bytes_done, weights.bytes), now_s)
+        copy.yields = copy.yields and copy.stage is Stage.PAUSING
         copy.stage = Stage.PAUSED
+        copy.paused_s = now_s
         pending = self.pending_behind(weights, tier)
         hold_s = pending.order.hold_s if pending is not None else self.limits.adopted_hold_s
         copy.deadline_s = now_s + hold_s
@@ -264,9 +267,10 @@ class Transfers:
         serving = self.limits.serving_tier
         if any(c.stage is Stage.READY and t >= serving for t, c in weights.copies.items()):
             return Found.READY
-        flying = [c.stage for t, c in weights.copies.items() if c.stage in IN_FLIGHT and t <= serving]
-        # What pauses although somebody waits for it has to wait for the link again, with its memory.
-        if Stage.MOVING in flying or (flying and not weights.demanded):
+        flying = [c for t, c in weights.copies.items() if c.stage in IN_FLIGHT and t <= serving]
+        # A prefetch that pauses although somebody joined it has to wait for the link again; a load that gives way moves to its block's end.
+        moving = any(c.stage is Stage.MOVING or (c.stage is Stage.PAUSING and c.yields) for c in flying)
+        if moving or (flying and not weights.demanded):
             return Found.MOVING
         if weights.demanded or any(goal <= serving for goal in weights.pending):
             return Found.QUEUED
