@@ -27,6 +27,7 @@ __all__ = ["LOOKED_AT_AGAIN", "Look", "ModelSources"]
 
 #: Real seconds between looks at the models folder.
 _SCAN_S = 5.0
+_SOON_S = 0.2
 LOOKED_AT_AGAIN = f"the folder is looked at again within {_SCAN_S:.0f} s"
 #: Models that one message names.
 _NAMED = 5
@@ -103,7 +104,8 @@ class ModelSources:
     def run(self, stop: threading.Event, post: Callable[[Callable[[], None]], None], take: Callable[[Look], None]) -> None:
         """Looks until `stop`, and has `take` called by `post` with what was found."""
         store_due_s = self._real_s() + self._look_s()
-        while not stop.wait(_SCAN_S if not self._look_at_store.is_set() else 0.2):
+        every_s = min(_SCAN_S, self._look_s())
+        while not stop.wait(min(every_s, _SOON_S) if self._look_at_store.is_set() else every_s):
             at_store = self._look_at_store.is_set() or self._real_s() >= store_due_s
             if at_store:
                 self._look_at_store.clear()
@@ -250,7 +252,7 @@ class ModelSources:
                 return f"no model in {where}: publish some, `prefetcher publish FOLDER {self.fetches.catalog.store.place}`"
             folder = self._folder
             return f"no model in {folder}: put a folder of safetensors files for each there, then run `prefetcher manifest {folder}`"
-        large = sorted((model for model, taken in sizes.items() if taken > self._host_bytes), key=lambda model: -sizes[model])
+        large = sorted((model for model, taken in sizes.items() if taken > self._host_bytes), key=lambda model: (-sizes[model], model))
         if not large:
             return ""
         named = ", ".join(f"{model} ({size(sizes[model])})" for model in large[:_NAMED]) + (", …" if len(large) > _NAMED else "")
