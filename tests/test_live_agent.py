@@ -17,6 +17,7 @@ from waiting import eventually
 
 import prefetcher
 from prefetcher.agent.agent import Agent, AgentOptions
+from prefetcher.agent.hostmem import HostArena, HostCopy
 from prefetcher.agent.manifest import write_manifests
 from prefetcher.clock import ScaledClock
 from prefetcher.controller import records
@@ -104,7 +105,6 @@ class Node:
         plan = Plan(NODE, revision, fence, now_s, 1e-16, tuple(desired))
         self.state.write({records.node_key(NODE, "plan"): records.encode(plan)})
         self.agent.plan_written()
-
 
 
 def opens(node: Node, model: str) -> bool:
@@ -416,3 +416,91 @@ def test_a_plan_that_can_not_be_read_is_told_and_the_next_one_is_carried_out(nod
     assert [e["event"] for e in logged if e["log_level"] == "error"] == ["plan_unreadable"]
     node.plan("m1")
     eventually(lambda: node.held() == {"m1": "ready"})
+
+
+def test_a_large_load_gives_way_to_a_small_one_and_nothing_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real files, threads and leases."""
+    go_on = held_back(monkeypatch, "large", "small")
+    whole = two_models(tmp_path / "models")
+    node = Node(tmp_path, models=0, host_bytes=200_000_000)
+    served: list[tuple[str, str, bool]] = []
+
+    def opened(model: str) -> None:
+        with prefetcher.open(model, socket_path=node.socket, timeout_s=60.0) as tensors:
+            served.append((model, tensors.source, bool((tensors["w"] == whole[model]).all())))
+
+    def queued() -> dict[str, records.QueuedWeights]:
+        return {q.model: q for q in eventually(node.report).queued}
+
+    programs = [threading.Thread(target=opened, args=(model,)) for model in ("large", "small")]
+    try:
+        programs[0].start()
+        eventually(lambda: node.held() == {"large": "moving"})
+        programs[1].start()
+        eventually(lambda: node.held() == {"large": "pausing"})
+        assert queued()["small"].behind == "large"
+        go_on["large"].set()
+        eventually(lambda: node.held() == {"large": "paused", "small": "moving"})
+        waits = queued()
+        assert (waits["large"].paused, waits["large"].behind, waits["large"].rows) == (True, "small", 1)
+        assert (waits["small"].moving, waits["small"].behind) == (True, "")
+        assert served == []
+        go_on["small"].set()
+        for program in reversed(programs):
+            program.join(60)
+        assert served == [("small", "host", True), ("large", "host", True)]
+    finally:
+        for event in go_on.values():
+            event.set()
+        node.agent.close()
+    value = node.metrics.registry.get_sample_value
+    assert value("prefetcher_yields_total") == 1
+    files = [path.stat().st_size for path in (tmp_path / "models").glob("*/*.safetensors")]
+    assert value("prefetcher_moved_bytes_total", {"cause": "demand"}) == sum(files)
+    assert value("prefetcher_loads_total", {"cause": "demand", "result": "ready"}) == 2
+
+
+def held_back(monkeypatch: pytest.MonkeyPatch, *models: str) -> dict[str, threading.Event]:
+    """What is read of these models beyond the first 16 MiB waits until their event is set."""
+    go_on = {model: threading.Event() for model in models}
+    prefault = HostArena.prefault
+
+    def when_told(arena: HostArena, copy: HostCopy, file: int, start: int, end: int) -> None:
+        assert start == 0 or copy.key.model not in go_on or go_on[copy.key.model].wait(60)
+        prefault(arena, copy, file, start, end)
+
+    monkeypatch.setattr(HostArena, "prefault", when_told)
+    return go_on
+
+
+def two_models(folder: Path) -> dict[str, np.ndarray]:
+    """One of three blocks at whose ends a load may pause, and one of a fraction of one."""
+    whole = {"large": np.arange(40_000_000, dtype=np.float32), "small": np.arange(5_000_000, dtype=np.float32)}
+    for model, values in whole.items():
+        (folder / model).mkdir(parents=True)
+        save_file({"w": values}, folder / model / "model.safetensors")
+    return whole
+
+
+def test_what_demand_waits_for_is_not_capped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a block at whose end a prefetch pauses, nor a paused one that is joined. The cap gives it 16 MiB, and the next in months."""
+    go_on = held_back(monkeypatch, "small")
+    two_models(tmp_path / "models")
+    node = Node(tmp_path, models=0, host_bytes=200_000_000, prefetch_bytes_per_s=1.0)
+    found: list[bool] = []
+    programs = [threading.Thread(target=lambda model=model: found.append(opens(node, model))) for model in ("small", "large")]
+    try:
+        node.plan("large", index=1.0)
+        eventually(lambda: [h.bytes_done for h in eventually(node.report).held] == [16 << 20])
+        programs[0].start()
+        eventually(lambda: node.held() == {"large": "paused", "small": "moving"})
+        programs[1].start()
+        eventually(lambda: [q.model for q in eventually(node.report).queued if q.paused] == ["large"])
+        go_on["small"].set()
+        for program in programs:
+            program.join(60)
+        assert found == [True, True]
+    finally:
+        go_on["small"].set()
+        node.agent.close()
+    assert node.metrics.registry.get_sample_value("prefetcher_yields_total") == 0, "it was a prefetch that paused"

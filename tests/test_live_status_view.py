@@ -53,6 +53,25 @@ def test_one_is_one() -> None:
         assert what.format(2).replace("request", "requests").replace("start", "starts") in said[1], what
 
 
+def test_who_waits_and_for_which_other_load_is_said() -> None:
+    queued = [
+        {"model": "large", "left_s": 20.0, "rows": 2, "since_s": NOW_S - 50, "paused": True, "behind": "small"},
+        {"model": "small", "left_s": 1.0, "rows": 1, "moving": True, "since_s": NOW_S - 2},
+        {"model": "next", "left_s": 5.0, "rows": 1, "since_s": NOW_S - 3, "behind": "small"},
+        {"model": "old", "left_s": 5.0, "rows": 1},
+    ]
+    there = [held("large", state="paused", bytes_done=1e7), held("small", state="moving", bytes_done=0)]
+    known = [{"model": "next", "bytes": 4e7, "last_use_s": None}, {"model": "old", "bytes": 4e7, "last_use_s": None}]
+    shown = printed(status(held=there, known=known, queued=queued))
+    row = {model: next(line for line in shown if f"│ {model} " in line) for model in ("large", "small", "next", "old")}
+    assert "paused 25%" in row["large"]
+    assert "demand, 2 wait 50 s while small loads" in row["large"]
+    assert "demand, 1 waits 2 s " in row["small"]
+    assert "1 waits 3 s while small loads" in row["next"]
+    assert "nobody asked" not in row["next"]
+    assert "1 waits " in row["old"], "a report of an agent that does not say since when"
+
+
 def test_every_model_is_listed_with_why_it_is_not_in_memory() -> None:
     known = [
         {"model": "here", "bytes": 4e7},

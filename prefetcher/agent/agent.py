@@ -323,6 +323,8 @@ class Agent:
 
     def _hear(self, event: ev.Event) -> None:
         now_s = self._clock.now_s()
+        if isinstance(event, ev.Requested | ev.LeaseRequested):
+            self._tell_progress(now_s)
         out = self._machine.handle(event, now_s)
         if out:
             self._changed = True
@@ -330,9 +332,26 @@ class Agent:
             self._kept.changed = True
         for told in out:
             self._do(told, event)
-        if isinstance(event, ev.Requested | ev.LeaseRequested):
-            self._hurry(event.target)
+        match event:
+            case ev.Requested() | ev.LeaseRequested():
+                self._hurry(event.target)
+            case ev.LoadPaused():
+                self._gave_way(event)
+            case ev.WeightsEvicted():
+                self._load_started.pop(event.key, None)
         self._book.take_changed()
+
+    def _tell_progress(self, now_s: float) -> None:
+        """How far the load on the link is: whether it gives way to what comes depends on it."""
+        key = self._machine.holdings.mover.get(Tier.HOST)
+        if key is not None:
+            self._machine.handle(ev.BytesVerified(key, Tier.HOST, self._moves.done_bytes(key)), now_s)
+
+    def _gave_way(self, event: ev.LoadPaused) -> None:
+        weights = self._machine.holdings.weights.get(event.key)
+        copy = None if weights is None else weights.copies.get(event.tier)
+        if copy is not None and copy.yields:
+            self._metrics.yields.inc()
 
     def _hurry(self, target: ev.Target) -> None:
         weights = self._machine.holdings.resolve(target)
@@ -361,11 +380,16 @@ class Agent:
                 self._fetches.carry_out(told, demanded=self._machine.holdings.weights[told.key].demanded)
             case ev.LoadWeights():
                 weights = self._machine.holdings.weights[told.key]
-                self._meter.starting(weights, self._machine.holdings, self._clock.now_s())
+                if not (told.resumed and weights.copies[told.to_tier].yields):
+                    self._meter.starting(weights, self._machine.holdings, self._clock.now_s())
                 self._load_started.setdefault(told.key, self._clock.steady_s())
-                log().info("load_started", model=told.key.model, cause=told.cause.value, bytes=told.bytes)
+                log().info("load_started", model=told.key.model, cause=told.cause.value, bytes=told.bytes, from_byte=told.resume_from_bytes)
                 self._moves.start(told)
+                if weights.demanded:
+                    self._moves.hurry(told.key)
             case ev.PauseLoad():
+                if told.to is not None:
+                    log().info("load_gives_way", model=told.key.model, to=told.to.model)
                 self._moves.pause(told.key)
             case ev.CancelLoad():
                 self._moves.evict(told.key, told.tier)

@@ -39,8 +39,8 @@ class LoadCancelledError(PrefetcherError):
 class LoadControl:
     """Pauses, resumes, slows and cancels a load from another thread.
 
-    `rate_bytes_per_s` caps what is read, in the machine's seconds; None reads as fast as the disk gives. Time that was paused earns no
-    burst.
+    `rate_bytes_per_s` caps what is read, in the machine's seconds; None reads as fast as the disk gives. What is left of a block until a
+    pause takes hold is not capped. Time that was paused earns no burst.
     """
 
     def __init__(self, rate_bytes_per_s: float | None = None) -> None:
@@ -142,7 +142,9 @@ class _Run:
                 block = self._next()
                 if block is None:
                     return None
-                rate, nudge = self.control.rate_bytes_per_s, self.control.nudge
+                # What is told to pause has somebody waiting for the end of its block.
+                rate = None if self.control.paused else self.control.rate_bytes_per_s
+                nudge = self.control.nudge
                 now_s = self.clock.steady_s()
                 if rate is None or self.free_at_s <= now_s:
                     self.next += 1

@@ -59,7 +59,7 @@ class LinkMeter:
         self._measured = 0
 
     def starting(self, weights: Weights, holdings: Holdings, now_s: float) -> None:
-        """A load gets the link. Prefetches say nothing about waiting."""
+        """A load gets the link, and did not have it before for who waits. Prefetches say nothing about waiting."""
         if not weights.demanded:
             return
         waiting = sum(w.waiting for w in holdings.weights.values() if w.demanded)
@@ -216,8 +216,20 @@ def queued_of(
     for key, weights in sorted(machine.holdings.weights.items()):
         if weights.demanded:
             left = min(weights.remaining_bytes(tier), weights.bytes - done_bytes(key)) + fetch_s(weights) * bytes_per_s
-            moving = machine.holdings.mover.get(tier) == key
-            found.append(QueuedWeights(key.model, round(left / max(1.0, bytes_per_s), 3), weights.waiting, moving))
+            stages = {copy.stage for copy in weights.copies.values()}
+            link = Tier(min((weights.highest_ready() or Tier.REMOTE) + 1, tier))
+            other = machine.holdings.mover.get(link)
+            found.append(
+                QueuedWeights(
+                    key.model,
+                    round(left / max(1.0, bytes_per_s), 3),
+                    weights.waiting,
+                    moving=machine.holdings.mover.get(tier) == key,
+                    since_s=weights.demanded_since_s,
+                    paused=Stage.PAUSED in stages,
+                    behind="" if other is None or other == key else other.model,
+                )
+            )
     return tuple(found)
 
 

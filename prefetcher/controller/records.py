@@ -378,12 +378,18 @@ class HeldWeights(msgspec.Struct, frozen=True):
 
 
 class QueuedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Weights that requests wait for: `rows` of them, for `left_s` more of the link; `moving` while they have it."""
+    """Weights that requests wait for: `rows` of them, the first since `since_s`, for `left_s` more of the link; `moving` while they have it.
+
+    `paused`: they have their memory and what was read so far. `behind`: the model that has the link they wait for.
+    """
 
     model: str
     left_s: float
     rows: int
     moving: bool = False
+    since_s: float | None = None
+    paused: bool = False
+    behind: str = ""
 
 
 class Memory(msgspec.Struct, frozen=True):

@@ -53,6 +53,7 @@ class Metrics:
         self.skipped = Counter("prefetcher_skipped_total", "What was not done, and why.", ["what", "reason"], registry=registry)
         self.outcomes = Counter("prefetcher_outcomes_total", "What became of prefetches.", ["outcome"], registry=registry)
         self.loads = Counter("prefetcher_loads_total", "Loads ended.", ["cause", "result"], registry=registry)
+        self.yields = Counter("prefetcher_yields_total", "Loads for requests that gave way to denser ones.", registry=registry)
         self.load_time = Histogram(
             "prefetcher_load_seconds",
             "Time from the start of a load to weights ready.",
