@@ -1,9 +1,10 @@
 """Windows tuned over recent history, every day, and a change that turns out bad undone: the live side of the tuner.
 
-`tune_windows` takes the rows of the last week through the same walk as `prefetcher tune`, from the windows that are in force, and writes
-what it decides, with the evidence, as a new version (`controller.windows`). Where there are many models a hash sample of them goes through,
-with as much memory as their share of all bytes. `watch_windows` looks at the last change every hour: against the control group where one
-runs, and against what the windows before would have cost over the rows that came since. Covers no statistics (`core.tuner`, `core.effect`).
+`tune_windows` takes the rows of the last week through the same walk as `prefetcher tune`, with the windows that are in force, decides once,
+at its end, and writes what it decides, with the evidence, as a new version (`controller.windows`). Where there are many models a hash
+sample of them goes through, with as much memory as their share of all bytes. `watch_windows` looks at the last change every hour: against the
+control group where one runs, and against what the windows before would have cost over the rows that came since. Covers no statistics
+(`core.tuner`, `core.effect`).
 
 Source of the sampling: Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC construction with SHARDS", FAST 2015.
 """
@@ -55,6 +56,8 @@ _MOST_MODELS = 400
 WATCHED_S = 7 * 86_400.0
 _LEAST_HOURS = 6
 _MOST_NODES = 8
+#: A change is bad when it costs so many times the root of the summed squares more: going back asks for less certainty than changing.
+_BAD_CERTAINTY = 1.0
 #: After a change was undone nothing is changed for three days, after two in a month for six, and so on.
 _RESTS_S, _REMEMBERED_S = 3 * 86_400.0, 30 * 86_400.0
 
@@ -160,7 +163,9 @@ def tune_windows(run: Run, state: StateStore, folder: Path, settings: TunerSetti
     if rests_until_s > now_s:
         state.write({WINDOW_FACTS: records.encode(history.facts)})
         return Did(0, f"a change was undone lately: the windows stay for {(rests_until_s - now_s) / 3600.0:.0f} h more")
-    walk = TuningWalk(history.parts, history.capacity_bytes, settings=settings, start=book)
+    # What is in force stays so to the end of the walk: all of it is evidence for one decision.
+    whole = int((history.trace.t1 - history.trace.t0) // PERIOD_S)
+    walk = TuningWalk(history.parts, history.capacity_bytes, settings=replace(settings, settle_periods=whole), start=book)
     for block in score_blocks(history.trace, seed, lambda done, _what: run.at(0.05 + 0.9 * done, 1.0, "going through history")):
         walk.take(block)
         run.check()
@@ -206,10 +211,8 @@ def _write(
             old = changed[entry.segment.name]
             if entry.window == old or entry.segment in pinned:
                 continue
-            why = _why(walk.tuner, entry, old, settings)
-            after = after.changed(entry.segment.name, entry.window if why else old, now_s, why)
-            if not why:
-                continue
+            why = _why(walk, entry, old, settings)
+            after = after.changed(entry.segment.name, entry.window, now_s, why)
             written.append(
                 WindowEvent(now_s, "tuned", TUNER, 0, entry.segment.name, window_json(old), window_json(entry.window), why, evidence)
             )
@@ -219,27 +222,16 @@ def _write(
     return written
 
 
-def _costs(tuner: WindowTuner) -> dict[str, list[tuple[Window, Floats]]]:
-    """By segment, every candidate with what the node would have cost: seconds waited, GB·h held, GB·h wasted, lately and discounted."""
-    state = tuner.snapshot()
-    return {
-        entry.segment.name: [(window, np.array(cost)) for window, cost in zip(tuner.windows[s], state["costs"][s], strict=True)]
-        for s, entry in enumerate(tuner.book.entries)
-    }
-
-
-def _why(tuner: WindowTuner, entry: BookEntry, old: Window, settings: TunerSettings) -> str:
-    """Why a window takes the place of the old one, '' where the latest evidence does not say so any more."""
-    costs = dict(_costs(tuner)[entry.segment.name])
-    before, after = costs.get(old), costs[entry.window]
-    if before is None:
+def _why(walk: TuningWalk, entry: BookEntry, old: Window, settings: TunerSettings) -> str:
+    """Why a window takes the place of the old one, by the decision that it comes from."""
+    decision = next((d for d in reversed(walk.decisions) if d.new == entry.window and d.old == old), None)
+    if decision is None:
         return entry.why
-    price = np.array([1.0, settings.price_s_per_gb_h, tuner.dual_price])
-    gain = float((before - after) @ price)
-    if gain <= 0.0:
-        return ""
-    percent = 100.0 * gain / max(float(before @ price), 1e-9)
-    return f"{percent:.1f} % less cost over the last days than with {window_in_words(old)}"
+    before, after = (cost.seconds(settings.price_s_per_gb_h, decision.dual_price) for cost in (decision.old_cost, decision.new_cost))
+    percent = 100.0 * (before - after) / max(before, 1e-9)
+    if percent > 0.0:
+        return f"{percent:.1f} % less cost over the last days than with {window_in_words(old)}"
+    return f"{window_in_words(old)} is not surely better over the last days: {-percent:.1f} % less cost"
 
 
 def _evidence(tuner: WindowTuner, history: History, settings: TunerSettings) -> dict[str, Any]:
@@ -249,13 +241,13 @@ def _evidence(tuner: WindowTuner, history: History, settings: TunerSettings) -> 
         segment: [
             {
                 **window_json(window),
-                "wait_s": round(float(c[0]), 3),
-                "held_gb_h": round(float(c[1]), 4),
-                "wasted_gb_h": round(float(c[2]), 4),
+                "wait_s": round(cost.wait_s, 3),
+                "held_gb_h": round(cost.held_gb_h, 4),
+                "wasted_gb_h": round(cost.wasted_gb_h, 4),
             }
-            for window, c in costs
+            for window, cost in costs
         ]
-        for segment, costs in _costs(tuner).items()
+        for segment, costs in tuner.costs().items()
     }
     return {
         "from_s": trace.t0,
@@ -353,7 +345,7 @@ def _by_shadows(
     gains = np.array([gain for at_s, gain in rival.gains if at_s > since_s + PERIOD_S])
     if len(gains) < _LEAST_HOURS:
         return None
-    total, chance = float(gains.sum()), settings.certainty * math.sqrt(float((gains**2).sum()))
+    total, chance = float(gains.sum()), _BAD_CERTAINTY * math.sqrt(float((gains**2).sum()))
     cost = max(sum(cost for at_s, cost in rival.costs if at_s > since_s + PERIOD_S), 1e-9)
     bad = total < -max(settings.hysteresis * cost, chance)
     word = "more" if total < 0.0 else "less"

@@ -1,15 +1,15 @@
-"""Which windows are in force: a discounted Hedge for each segment over what candidate windows would have cost. Pure.
+"""Which windows are in force: the default one, unless another would surely have cost less. Pure.
 
-Evidence comes in period by period (`learn`): what the node would have cost with each candidate window of each segment, all else as in
-force (`core.window_caches`). Decisions go out: changes of the book, each with its evidence. A window changes when another one would have
-cost less lately by more than `hysteresis` of the whole, and by more than chance: by `certainty` times the root of the summed squares of the
-periods' differences. What one segment changes is small beside the noise of a node, so the tuner is also told what each candidate would have
-cost as the window of all segments together: all move there when that is certain, and one segment alone only when it is certain enough by
-itself.
+Evidence comes in period by period (`learn`): what the node would have cost with each candidate window as that of all models, and with each
+candidate for one segment, all else as in force (`core.window_caches`). Decisions go out: changes of the book, each with its evidence. A
+window takes the place of the default where it would have cost less lately by more than `hysteresis` of the whole, and by more than chance:
+by `certainty` times the root of the summed squares of the periods' differences. It stays while it is better than the default by the
+hysteresis; else the default comes back, without certainty. All segments move together where that is certain, else one alone.
 
 Seconds of waiting and GB·h held are made one by the price of a GB·h. With a waste budget, a GB·h of prefetches that nobody used costs more,
-as much as it takes to keep the budget: the dual price, found anew in every period from the same evidence, under a budget that shrinks while
-more is wasted than it allows (the subgradient's step) and grows back to what was asked for.
+as much as it takes to keep the budget: the dual price, found anew in every period from the same evidence, under an allowance that shrinks
+by what was wasted beyond the budget. Then all segments have one window: what a segment alone would waste and save is not known well enough
+to add up.
 """
 
 from __future__ import annotations
@@ -41,26 +41,29 @@ __all__ = ["CANDIDATES", "Cost", "Decision", "TunerSettings", "WindowTuner", "bo
 
 Floats = npt.NDArray[np.float64]
 
-#: The windows that compete: that of today, others that bound less or more, and one that fetches next to nothing.
+#: The windows that compete: the default first, others that bound less or more, and one that fetches next to nothing.
 CANDIDATES: tuple[Window, ...] = (
     DEFAULT_WINDOW,
     Window(NO_LEAD_LIMIT_S, OWN_HORIZON_S, 3600.0),
     Window(NO_LEAD_LIMIT_S, OWN_HORIZON_S, 120.0),
     Window(NO_LEAD_LIMIT_S, 300.0, 600.0),
     Window(NO_LEAD_LIMIT_S, 3600.0, 1800.0),
+    Window(3600.0, OWN_HORIZON_S, 600.0),
     Window(1800.0, OWN_HORIZON_S, 600.0),
     Window(900.0, 300.0, 600.0),
     Window(900.0, 3600.0, 1800.0),
     Window(300.0, 300.0, 600.0),
     Window(300.0, 900.0, 600.0),
-    Window(60.0, 300.0, 300.0),
     Window(0.0, 300.0, 60.0),
 )
 #: The dual price is looked for between these, seconds per GB·h of waste, in steps of a tenth.
 _DUAL_PRICES = np.concatenate([[0.0], np.geomspace(1e-4, 1e4, 194)])
-#: How fast the budget inside follows what was really wasted, and how small it may get.
-_STEP = 0.1
-_TIGHTEST = 0.2
+#: The budget aimed at, as a share of what was asked for; what was wasted beyond it is saved again over so many days. On the first halves of
+#: three logs every budget was kept with these.
+_AIM = 0.9
+_REPAID_DAYS = 2.0
+#: What wastes too much stands for so long at least.
+_TIGHTENS_S = 6 * 3600.0
 _DAY_S = 86_400.0
 
 
@@ -69,19 +72,17 @@ class TunerSettings:
     """`price_s_per_gb_h`: seconds of waiting that a GB held for an hour is worth; `waste_gb_h_per_day` bounds what is wasted, if given.
 
     `half_life_s` of the evidence; `hysteresis`, as a share of the whole cost; `certainty`, how many times the root of the summed squares
-    a gain must be, for all segments together and for one `alone`; `settle_periods` pass before anything changes, and what was changed
-    stands for `stands_s`: of a dozen candidates one is always lucky, and hour by hour windows would follow luck. Half-life, hysteresis and
-    certainty did best on the first weeks of three logs: twice the certainty misses changes that pay, none follows every lucky hour.
+    a gain must be: the best of a dozen windows is that lucky twice over. `settle_periods` pass before anything changes, and what was
+    changed stands for `stands_s`: hour by hour windows would follow luck.
     """
 
     price_s_per_gb_h: float = DEFAULT_PRICE_S_PER_GB_H
     waste_gb_h_per_day: float | None = None
-    half_life_s: float = 86_400.0
-    hysteresis: float = 0.002
+    half_life_s: float = 3 * 86_400.0
+    hysteresis: float = 0.005
     settle_periods: int = 6
     stands_s: float = 86_400.0
-    certainty: float = 1.0
-    certainty_alone: float = 3.0
+    certainty: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,46 +132,93 @@ def book_of(segments: Sequence[Segment], window: Window = DEFAULT_WINDOW, now_s:
     return WindowBook(tuple(BookEntry(segment, window, now_s, why) for segment in segments or (ALL_MODELS,)), rest=window)
 
 
+class _Evidence:
+    """What each of some windows would have cost, discounted; the first is the one that all are measured against.
+
+    `costs` float64[count, 3]; `moments` float64[count, 3, count, 3], sums of products of the periods' differences from the first, so that
+    chance is known at any price. `weight_s` and `periods` of it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.costs = np.zeros((count, 3))
+        self.moments = np.zeros((count, 3, count, 3))
+        self.weight_s = 0.0
+        self.periods = 0
+
+    def learn(self, costs: Floats, fade: float, period_s: float) -> None:
+        """Takes a period, after all before it faded."""
+        differences = (costs - costs[0]).ravel()
+        self.costs = fade * self.costs + costs
+        self.moments = fade**2 * self.moments + np.outer(differences, differences).reshape(self.moments.shape)
+        self.weight_s = fade * self.weight_s + period_s
+        self.periods += 1
+
+    def seconds(self, price: Floats) -> Floats:
+        """float64[count]: what each cost, at the prices of a second, of a GB·h held and of one wasted."""
+        seconds: Floats = self.costs @ price
+        return seconds
+
+    def chance(self, price: Floats, of: int) -> Floats:
+        """float64[count]: the root of the summed squares of the periods' differences between each window and the window `of`."""
+        products = np.einsum("i,kilj,j->kl", price, self.moments, price)
+        own = np.diag(products)
+        chance: Floats = np.sqrt(np.maximum(own + own[of] - 2.0 * products[of], 0.0))
+        return chance
+
+    @property
+    def wasted_gb_h_per_day(self) -> Floats:
+        """float64[count]: what each wasted."""
+        wasted: Floats = self.costs[:, 2] * _DAY_S / max(self.weight_s, 1.0)
+        return wasted
+
+    def cost(self, k: int) -> Cost:
+        """What window `k` cost."""
+        return Cost(*(float(v) for v in self.costs[k]))
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON types."""
+        return {"costs": self.costs.tolist(), "moments": self.moments.tolist(), "weight_s": self.weight_s, "periods": self.periods}
+
+    def restored(self, state: Mapping[str, Any]) -> _Evidence:
+        """The evidence that `to_json` gave. Raises KeyError, TypeError and ValueError for another one."""
+        found = _Evidence(len(self.costs))
+        found.costs, found.moments = np.array(state["costs"], np.float64), np.array(state["moments"], np.float64)
+        if found.costs.shape != self.costs.shape or found.moments.shape != self.moments.shape:
+            raise ValueError(f"costs of shape {found.costs.shape}, expected {self.costs.shape}")
+        found.weight_s, found.periods = float(state["weight_s"]), int(state["periods"])
+        return found
+
+
 class WindowTuner:
     """Tunes the windows of `book`, segment by segment; `book` is what is in force.
 
-    `windows[s]` are what segment s chooses from: `candidates`, and last the window that it had when the tuner began.
+    `windows[s]` are what segment s chooses from: the default window, the other `candidates`, and last the window that it had when the
+    tuner began.
     """
 
     def __init__(self, book: WindowBook, settings: TunerSettings | None = None, candidates: Sequence[Window] = CANDIDATES) -> None:
         self.settings = settings or TunerSettings()
         for window in candidates:
             check_window(window)
-        self._candidates = tuple(candidates)
+        #: The default first: what stays unless another is better.
+        self.candidates = (DEFAULT_WINDOW, *(window for window in candidates if window != DEFAULT_WINDOW))
         self.dual_price = 0.0
-        self._tightness = 1.0
+        self._left_gb_h = 0.0
+        self._allowed = math.inf
         self._changed_s = -math.inf
-        #: What each candidate would have cost as the window of all, and squares of differences between each two: float64[candidates, 3] and
-        #: float64[candidates, candidates], whatever the segments are.
-        self._of_all = np.zeros((len(self._candidates), 3))
-        self._of_all_squares = np.zeros((len(self._candidates), len(self._candidates)))
-        self._of_all_s = 0.0
-        self._of_all_periods = 0
+        #: What each candidate would have cost as the window of all, whatever the segments are.
+        self._of_all = _Evidence(len(self.candidates))
         self._begin(book)
 
     def _begin(self, book: WindowBook) -> None:
         self.book = book
-        self.windows = [(*self._candidates, entry.window) for entry in book.entries]
-        segments, count = len(book.entries), len(self._candidates) + 1
-        #: What the node would have cost: float64[segments, candidates, 3], discounted.
-        self._costs = np.zeros((segments, count, 3))
-        #: Squares of the periods' differences between each two candidates, discounted twice.
-        self._squares = np.zeros((segments, count, count))
-        self._weight_s = 0.0
-        self._periods = 0
+        self.windows = [(*self.candidates, entry.window) for entry in book.entries]
+        self._alone = [_Evidence(len(row)) for row in self.windows]
         self._begin_together()
 
     def _begin_together(self) -> None:
-        """Since the book last changed: what each candidate would have cost for all, and last what was in force; and the squares."""
-        self._together = np.zeros((len(self._candidates) + 1, 3))
-        self._together_squares = np.zeros(len(self._candidates))
-        self._together_s = 0.0
-        self._together_periods = 0
+        """Since the book last changed: what each candidate would have cost for all, and last what was in force."""
+        self._together = _Evidence(len(self.candidates) + 1)
 
     def split(self, segments: Sequence[Segment], now_s: float) -> None:
         """Other segments from here on. Each begins with the window of the only segment that there was, else with that of the rest; evidence
@@ -184,30 +232,23 @@ class WindowTuner:
     def learn(self, costs: Floats, in_force: Floats, period_s: float, now_s: float, together: Floats | None = None) -> list[Decision]:
         """Takes a period's costs and returns what changes, in the order of the segments.
 
-        `costs` float64[segments, candidates, 3] in the order of `windows`: seconds of waiting, GB·h held, GB·h wasted of the whole node;
-        `in_force` float64[3], the same of what was in force; `together` float64[candidates, 3], of each of the candidates that the tuner
-        was made with as the window of all models. Raises ValueError for another shape.
+        `costs` float64[segments, candidates + 1, 3] in the order of `windows`: seconds of waiting, GB·h held, GB·h wasted of the whole
+        node; `in_force` float64[3], the same of what was in force; `together` float64[candidates, 3], of each of `candidates` as the
+        window of all models. Raises ValueError for another shape.
         """
-        if together is not None and together.shape != (len(self._candidates), 3):
-            raise ValueError(f"costs together of shape {together.shape}, expected {(len(self._candidates), 3)}")
-        if costs.shape != self._costs.shape or not np.isfinite(costs).all():
-            raise ValueError(f"costs of shape {costs.shape}, expected finite ones of {self._costs.shape}")
+        if together is not None and together.shape != (len(self.candidates), 3):
+            raise ValueError(f"costs together of shape {together.shape}, expected {(len(self.candidates), 3)}")
+        expected = (len(self.book.entries), len(self.candidates) + 1, 3)
+        if costs.shape != expected or not np.isfinite(costs).all():
+            raise ValueError(f"costs of shape {costs.shape}, expected finite ones of {expected}")
         fade = math.exp(-math.log(2.0) * period_s / self.settings.half_life_s)
-        seconds = self._seconds(costs)
-        differences = seconds[:, :, np.newaxis] - seconds[:, np.newaxis, :]
-        self._costs = fade * self._costs + costs
-        self._squares = fade**2 * self._squares + differences**2
-        self._weight_s = fade * self._weight_s + period_s
-        self._periods += 1
-        self._keep_budget(in_force, period_s)
+        for evidence, of in zip(self._alone, costs, strict=True):
+            evidence.learn(of, fade, period_s)
         if together is not None:
-            self._learn_together(together, in_force, fade, period_s)
-        if self._periods < self.settings.settle_periods or now_s - self._changed_s < self.settings.stands_s:
-            return []
-        decisions = self._decide_together(now_s)
-        if not decisions:
-            alone = self.settings.certainty if together is None or len(self.book.entries) == 1 else self.settings.certainty_alone
-            decisions = [d for s in range(len(self.book.entries)) if (d := self._decide(s, now_s, alone)) is not None]
+            self._of_all.learn(together, fade, period_s)
+            self._together.learn(np.concatenate([together, in_force[np.newaxis]]), fade, period_s)
+        self._keep_budget(float(in_force[2]), period_s)
+        decisions = self._decide(now_s)
         for decision in decisions:
             self.book = self.book.changed(decision.segment, decision.new, now_s, decision.why)
         if decisions:
@@ -215,113 +256,119 @@ class WindowTuner:
             self._begin_together()
         return decisions
 
-    def _learn_together(self, together: Floats, in_force: Floats, fade: float, period_s: float) -> None:
-        every = np.concatenate([together, in_force[np.newaxis]])
-        seconds = self._seconds(every)
-        self._together = fade * self._together + every
-        self._together_squares = fade**2 * self._together_squares + (seconds[-1] - seconds[:-1]) ** 2
-        self._together_s = fade * self._together_s + period_s
-        self._together_periods += 1
-        self._of_all = fade * self._of_all + together
-        self._of_all_squares = fade**2 * self._of_all_squares + (seconds[:-1, np.newaxis] - seconds[np.newaxis, :-1]) ** 2
-        self._of_all_s = fade * self._of_all_s + period_s
-        self._of_all_periods += 1
+    def costs(self) -> dict[str, list[tuple[Window, Cost]]]:
+        """By segment, every window that it chooses from, with what the node would have cost lately, discounted."""
+        return {
+            entry.segment.name: [(window, evidence.cost(k)) for k, window in enumerate(row)]
+            for entry, row, evidence in zip(self.book.entries, self.windows, self._alone, strict=True)
+        }
 
     # --- the choice ---
 
-    def _seconds(self, costs: Floats) -> Floats:
-        """float64[...] of float64[..., 3]."""
-        seconds: Floats = costs @ np.array([1.0, self.settings.price_s_per_gb_h, self.dual_price])
-        return seconds
+    def _prices(self, dual_price: float = 0.0) -> Floats:
+        return np.array([1.0, self.settings.price_s_per_gb_h, dual_price])
 
-    def _live(self, s: int) -> int:
-        return self.windows[s].index(self.book.entries[s].window)
+    def _surely_better(self, evidence: _Evidence, than: int) -> npt.NDArray[np.bool_]:
+        """bool[count]: which windows cost less than window `than` by more than the hysteresis and by more than chance."""
+        seconds = evidence.seconds(self._prices())
+        least = np.maximum(self.settings.hysteresis * seconds[than], self.settings.certainty * evidence.chance(self._prices(), than))
+        better: npt.NDArray[np.bool_] = seconds[than] - seconds > least
+        return better
 
-    def _decide_together(self, now_s: float) -> list[Decision]:
-        """The moves of all segments to one window. If all have one of the candidates now, its cost is known for as long as the others' are;
-        else that of what is in force, since it last changed."""
-        costs, squares, weight_s, periods = self._together[:-1], self._together_squares, self._together_s, self._together_periods
-        in_force, windows = self._together[-1], {entry.window for entry in self.book.entries}
-        if len(windows) == 1 and (window := next(iter(windows))) in self._candidates:
-            live = self._candidates.index(window)
-            costs, squares, weight_s, periods = self._of_all, self._of_all_squares[live], self._of_all_s, self._of_all_periods
-            in_force = costs[live]
-        if periods < self.settings.settle_periods:
+    def _choose(self, evidence: _Evidence, live: int) -> int:
+        """The window to have where `live` is in force: the default, or the best of those that are surely better. `live` stays while it is
+        better than the default by the hysteresis, and the best not surely better than it."""
+        seconds, sure = evidence.seconds(self._prices()), self._surely_better(evidence, 0)
+        best = int(np.argmin(np.where(sure, seconds, np.inf))) if sure.any() else 0
+        if live != 0 and seconds[0] - seconds[live] > self.settings.hysteresis * seconds[0]:
+            return best if self._surely_better(evidence, live)[best] else live
+        return best
+
+    def _decide(self, now_s: float) -> list[Decision]:
+        stood_s, settle = now_s - self._changed_s, self.settings.settle_periods
+        evidence, live = self._in_force()
+        if evidence.periods >= settle:
+            if self.dual_price > 0.0:
+                return self._all_to(self._within_budget(evidence, live, stood_s), evidence, live, now_s)
+            if stood_s >= self.settings.stands_s and (decisions := self._all_to(self._together_to(evidence, live), evidence, live, now_s)):
+                return decisions
+        if self.dual_price > 0.0 or stood_s < self.settings.stands_s or self._alone[0].periods < settle:
             return []
-        seconds, now_costs_s = self._seconds(costs), float(self._seconds(in_force))
-        best = int(np.argmin(seconds))
-        gain, chance = now_costs_s - float(seconds[best]), self.settings.certainty * math.sqrt(float(squares[best]))
-        if gain <= max(self.settings.hysteresis * now_costs_s, chance):
+        return [d for s in range(len(self._alone)) if (d := self._alone_to(s, now_s)) is not None]
+
+    def _in_force(self) -> tuple[_Evidence, int]:
+        """What is known of what is in force, and its number there. If all segments have one of the candidates its cost is known for as long
+        as the others' are; else since the book last changed."""
+        windows = {entry.window for entry in self.book.entries}
+        if len(windows) == 1 and (window := next(iter(windows))) in self.candidates:
+            return self._of_all, self.candidates.index(window)
+        return self._together, len(self.candidates)
+
+    def _together_to(self, evidence: _Evidence, live: int) -> int:
+        """The window for all. Segments that were told apart stay so while no window is surely better for all."""
+        if len({entry.window for entry in self.book.entries}) == 1:
+            return self._choose(evidence, live)
+        sure = self._surely_better(evidence, live)
+        return int(np.argmin(np.where(sure, evidence.seconds(self._prices()), np.inf))) if sure.any() else live
+
+    def _all_to(self, chosen: int, evidence: _Evidence, live: int, now_s: float) -> list[Decision]:
+        """The moves of all segments to one candidate."""
+        if chosen == live:
             return []
-        old, new = (Cost(*(float(v) for v in of)) for of in (in_force, costs[best]))
-        window, together = self._candidates[best], "all segments together, " if len(self.book.entries) > 1 else ""
+        window, together = self.candidates[chosen], "all segments together, " if len(self.book.entries) > 1 else ""
         return [
-            Decision(
-                segment=entry.segment.name,
-                old=entry.window,
-                new=window,
-                at_s=now_s,
-                old_cost=old,
-                new_cost=new,
-                periods=periods,
-                dual_price=self.dual_price,
-                why=together + _why(entry.window, old, new, weight_s, self.dual_price),
-            )
-            for entry in self.book.entries
+            self._decision(s, window, evidence, live, chosen, now_s, together)
+            for s, entry in enumerate(self.book.entries)
             if not entry.pinned and entry.window != window
         ]
 
-    def _decide(self, s: int, now_s: float, certainty: float) -> Decision | None:
+    def _alone_to(self, s: int, now_s: float) -> Decision | None:
         entry = self.book.entries[s]
-        if entry.pinned:
-            return None
-        seconds, live = self._seconds(self._costs[s]), self._live(s)
-        best = int(np.argmin(seconds))
-        gain = float(seconds[live] - seconds[best])
-        chance = certainty * math.sqrt(float(self._squares[s, live, best]))
-        if gain <= max(self.settings.hysteresis * float(seconds[live]), chance):
-            return None
-        old, new = (Cost(*(float(v) for v in self._costs[s, k])) for k in (live, best))
+        live = self.windows[s].index(entry.window)
+        window = self.windows[s][chosen := self._choose(self._alone[s], live)]
+        return None if entry.pinned or window == entry.window else self._decision(s, window, self._alone[s], live, chosen, now_s)
+
+    def _decision(self, s: int, window: Window, evidence: _Evidence, live: int, chosen: int, now_s: float, word: str = "") -> Decision:
+        entry, old, new = self.book.entries[s], evidence.cost(live), evidence.cost(chosen)
         return Decision(
             segment=entry.segment.name,
             old=entry.window,
-            new=self.windows[s][best],
+            new=window,
             at_s=now_s,
             old_cost=old,
             new_cost=new,
-            periods=self._periods,
+            periods=evidence.periods,
             dual_price=self.dual_price,
-            why=_why(entry.window, old, new, self._weight_s, self.dual_price),
+            why=word + _why(entry.window, old, new, evidence.weight_s, self.dual_price),
         )
 
     # --- the budget ---
 
-    def _keep_budget(self, in_force: Floats, period_s: float) -> None:
-        """Moves the dual price to where the windows that it chooses keep the budget, as far as the evidence says."""
-        budget = self.settings.waste_gb_h_per_day
-        if budget is None:
+    def _keep_budget(self, wasted_gb_h: float, period_s: float) -> None:
+        """Moves the dual price to the least at which what it chooses keeps what the budget allows, as far as the evidence says."""
+        budget, known = self.settings.waste_gb_h_per_day, self._of_all
+        if budget is None or not known.periods:
             return
-        wasted = float(in_force[2]) * _DAY_S / period_s
-        over = min(wasted / budget - 1.0, 1.0) if budget > 0.0 else 1.0
-        self._tightness = min(max(self._tightness * math.exp(-_STEP * over), _TIGHTEST), 1.0)
-        days = self._weight_s / _DAY_S
-        least = self._tightness * budget
-        for price in _DUAL_PRICES:
-            self.dual_price = float(price)
-            if self._predicted_waste() / days <= least:
-                return
+        self._left_gb_h = min(self._left_gb_h + _AIM * budget * period_s / _DAY_S - wasted_gb_h, _AIM * budget)
+        self._allowed = max(_AIM * budget + self._left_gb_h / _REPAID_DAYS, 0.0)
+        chosen = np.argmin(self._believed_s(known) + _DUAL_PRICES[:, np.newaxis] * known.costs[:, 2], axis=1)
+        kept = np.flatnonzero(known.wasted_gb_h_per_day[chosen] <= self._allowed)
+        self.dual_price = float(_DUAL_PRICES[kept[0] if len(kept) else -1])
 
-    def _predicted_waste(self) -> float:
-        """GB·h that the windows chosen at the dual price would have wasted together: what is wasted now, and what each segment changes."""
-        if not len(self._costs):
-            return 0.0
-        now, changes = [], 0.0
-        for s in range(len(self._costs)):
-            live = self._live(s)
-            chosen = live if self.book.entries[s].pinned else int(np.argmin(self._seconds(self._costs[s])))
-            now.append(float(self._costs[s, live, 2]))
-            changes += float(self._costs[s, chosen, 2]) - now[-1]
-        return max(sum(now) / len(now) + changes, 0.0)
+    def _believed_s(self, evidence: _Evidence) -> Floats:
+        """float64[count] seconds: what costs less than the default, but not surely so, counts as costing the same."""
+        seconds, sure = evidence.seconds(self._prices()), self._surely_better(evidence, 0)
+        believed: Floats = np.where(sure, seconds, np.maximum(seconds, seconds[0]))
+        return believed
+
+    def _within_budget(self, evidence: _Evidence, live: int, stood_s: float) -> int:
+        """The window for all at the dual price. What wastes too much gives way soon, without certainty; what keeps the budget stands for as
+        long as any, and gives way to what costs less by the hysteresis."""
+        over = float(evidence.wasted_gb_h_per_day[live]) > self._allowed
+        seconds = self._believed_s(evidence) + self.dual_price * evidence.costs[:, 2]
+        chosen = int(np.argmin(seconds[: len(self.candidates)]))
+        better = seconds[live] - seconds[chosen] > self.settings.hysteresis * seconds[live]
+        return chosen if stood_s >= (_TIGHTENS_S if over else self.settings.stands_s) and (over or better) else live
 
     # --- the whole state ---
 
@@ -330,21 +377,12 @@ class WindowTuner:
         return {
             "book": self.book.to_json(),
             "windows": [[(w.lead_s, w.horizon_s, w.hold_s) for w in row] for row in self.windows],
-            "costs": self._costs.tolist(),
-            "squares": self._squares.tolist(),
-            "weight_s": self._weight_s,
-            "periods": self._periods,
+            "alone": [evidence.to_json() for evidence in self._alone],
+            "of_all": self._of_all.to_json(),
+            "together": self._together.to_json(),
             "dual_price": self.dual_price,
-            "tightness": self._tightness,
+            "left_gb_h": self._left_gb_h,
             "changed_s": self._changed_s if math.isfinite(self._changed_s) else None,
-            "together": self._together.tolist(),
-            "together_squares": self._together_squares.tolist(),
-            "together_s": self._together_s,
-            "together_periods": self._together_periods,
-            "of_all": self._of_all.tolist(),
-            "of_all_squares": self._of_all_squares.tolist(),
-            "of_all_s": self._of_all_s,
-            "of_all_periods": self._of_all_periods,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -352,29 +390,18 @@ class WindowTuner:
         try:
             self._begin(WindowBook.from_json(state["book"]))
             windows = [tuple(Window(*of) for of in row) for row in state["windows"]]
-            if any(row[:-1] != self._candidates for row in windows) or len(windows) != len(self.windows):
+            if any(row[:-1] != self.candidates for row in windows) or len(windows) != len(self.windows):
                 raise ValueError("it had other candidates")
-            costs, squares = np.array(state["costs"], np.float64), np.array(state["squares"], np.float64)
-            if costs.shape != self._costs.shape or squares.shape != self._squares.shape:
-                raise ValueError(f"costs of shape {costs.shape}, expected {self._costs.shape}")
-            together, together_squares = (np.array(state[name], np.float64) for name in ("together", "together_squares"))
-            of_all, of_all_squares = (np.array(state[name], np.float64) for name in ("of_all", "of_all_squares"))
-            if of_all.shape != self._of_all.shape or of_all_squares.shape != self._of_all_squares.shape:
-                raise ValueError(f"costs of all of shape {of_all.shape}, expected {self._of_all.shape}")
-            if together.shape != self._together.shape or together_squares.shape != self._together_squares.shape:
-                raise ValueError(f"costs together of shape {together.shape}, expected {self._together.shape}")
             if any(self.book.entries[s].window not in row for s, row in enumerate(windows)):
                 raise ValueError("a window is in force that is no candidate")
-            self.windows, self._costs, self._squares = windows, costs, squares
-            self._weight_s, self._periods = float(state["weight_s"]), int(state["periods"])
-            self.dual_price, self._tightness = float(state["dual_price"]), float(state["tightness"])
-            self._changed_s = -math.inf if state["changed_s"] is None else float(state["changed_s"])
-            self._together, self._together_squares = together, together_squares
-            self._of_all, self._of_all_squares = of_all, of_all_squares
-            self._of_all_s, self._of_all_periods = float(state["of_all_s"]), int(state["of_all_periods"])
-            self._together_s, self._together_periods = float(state["together_s"]), int(state["together_periods"])
+            alone = [evidence.restored(of) for evidence, of in zip(self._alone, state["alone"], strict=True)]
+            of_all, together = self._of_all.restored(state["of_all"]), self._together.restored(state["together"])
+            dual_price, left_gb_h = float(state["dual_price"]), float(state["left_gb_h"])
+            changed_s = -math.inf if state["changed_s"] is None else float(state["changed_s"])
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"is no state of the tuner of windows: {error}; let it begin anew") from error
+        self.windows, self._alone, self._of_all, self._together = windows, alone, of_all, together
+        self.dual_price, self._left_gb_h, self._changed_s = dual_price, left_gb_h, changed_s
 
 
 def _why(window: Window, old: Cost, new: Cost, weight_s: float, dual_price: float) -> str:

@@ -36,16 +36,18 @@ def apply_windows(caches: Caches, e: int, windows: WindowTable) -> None:
 class WindowCaches:
     """The shadow caches of a node for `segments` segments with `candidates` each; `policy` is the expert that prefetches.
 
-    `extra` windows of the same length for every model run beside them, for comparison; they come last. Not for two threads at once.
+    `extra` windows, each for all models, run beside them for comparison. Where fewer segments are told than there is room for, the caches
+    of the others stand still from then on. Not for two threads at once.
     """
 
     def __init__(
         self, world: World, capacity_bytes: float, policy: Policy, segments: int, candidates: int, extra: Sequence[Window] = ()
     ) -> None:
         self.world = world
-        self._shape = (segments, candidates)
-        self._extra = 1 + segments * candidates
-        count = self._extra + len(extra)
+        self._candidates = candidates
+        #: Cache 0 is in force, the extra ones follow, then segment by segment the candidates.
+        self._first = 1 + len(extra)
+        count = self._first + segments * candidates
         self._caches = new_caches([policy] * count, world, capacity_bytes)
         self._log = new_event_log(count, 0, [])
         self._demand = new_demand(len(world.size_bytes), world.t0_s, STANDARD_TAUS_S)
@@ -53,7 +55,8 @@ class WindowCaches:
         self._rows = 0
         self._held_to_s = world.t0_s
         for k, window in enumerate(extra):
-            apply_windows(self._caches, self._extra + k, _same(window, len(world.size_bytes)))
+            apply_windows(self._caches, 1 + k, _same(window, len(world.size_bytes)))
+        self._running = self._caches
 
     def decide_by(self, policy: Policy) -> None:
         """Another expert prefetches from here on, in all caches."""
@@ -64,17 +67,25 @@ class WindowCaches:
         """The windows in force and the candidates from here on.
 
         `number` int64[n] is the segment of each model, −1 for none; `windows` has one for each segment and last that of the rest;
-        `candidates` a row for each segment.
+        `candidates` a row for each segment, as many rows as at first or fewer, and never more again.
         """
         columns = np.array([(w.lead_s, w.horizon_s, w.hold_s) for w in windows], np.float64)[number]
         apply_windows(self._caches, 0, WindowTable(*columns.T))
-        segments, count = self._shape
-        for s in range(segments):
-            for c in range(count):
+        for s, row in enumerate(candidates):
+            for c, window in enumerate(row):
                 of = columns.copy()
-                window = candidates[s][c]
                 of[number == s] = (window.lead_s, window.horizon_s, window.hold_s)
-                apply_windows(self._caches, 1 + s * count + c, WindowTable(*of.T))
+                apply_windows(self._caches, self._first + s * self._candidates + c, WindowTable(*of.T))
+        running = min(self._first + len(candidates) * self._candidates, len(self._running.policy))
+        caches = self._caches
+        self._running = caches._replace(
+            policy=caches.policy[:running],
+            cache=caches.cache[:running],
+            weights=caches.weights[:running],
+            windows=caches.windows[:running],
+            queue=caches.queue[:running],
+            next_event_s=caches.next_event_s[:running],
+        )
 
     def see(self, hazard: Hazard) -> None:
         """The rates of next use from here on: `latest` is carried over, whatever the new ones bring."""
@@ -82,20 +93,21 @@ class WindowCaches:
 
     def go(self, rows: int, until_s: float) -> None:
         """Goes through the node's rows up to `rows` (exclusive), then through events up to `until_s`, inclusive."""
-        self._log = run_rows(self._rows, rows, until_s, self.world, self._demand, self._hazard, self._caches, self._log)
+        self._log = run_rows(self._rows, rows, until_s, self.world, self._demand, self._hazard, self._running, self._log)
         self._rows = rows
         self._forget_events()
 
     def costs(self, until_s: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """What passed since the last call: float64[COSTS] in force, float64[segments, candidates, COSTS], and float64[extra, COSTS]."""
-        cache = self._caches.cache
+        """What passed since the last call: float64[COSTS] in force, float64[segments, candidates, COSTS] of those that run, and
+        float64[extra, COSTS]."""
+        cache = self._running.cache
         # What is held counts up to now, and not only to the last change.
         held = cache["period_byte_s"] + cache["used"] * np.maximum(until_s - cache["held_at_s"], 0.0)
         cache["held_at_s"] = np.maximum(cache["held_at_s"], until_s)
         every = np.stack([cache["period_wait_s"], held / _GB_H, cache["period_wasted_byte_s"] / _GB_H], axis=1)
         for name in ("period_wait_s", "period_byte_s", "period_wasted_byte_s"):
             cache[name] = 0.0
-        return every[0], every[1 : self._extra].reshape(*self._shape, COSTS), every[self._extra :]
+        return every[0], every[self._first :].reshape(-1, self._candidates, COSTS), every[1 : self._first]
 
     def _forget_events(self) -> None:
         """Empties the event log but for orders that weights still refer to."""

@@ -71,11 +71,11 @@ class TuningWalk:
         book = start if isinstance(start, WindowBook) and start.entries else book_of((), start if isinstance(start, Window) else start.rest)
         self._tuner = WindowTuner(book, settings, candidates)
         self._most = most_segments if self._finds else len(book.entries)
-        self._of_all = (*candidates, *fixed)
-        self._together = len(candidates)
+        self._of_all = (*self._tuner.candidates, *fixed)
+        self._together = len(self._tuner.candidates)
         expert = policy or expert_policies(settings.price_s_per_gb_h, DEFAULT_WINDOW.hold_s)[list(EXPERTS).index("hazard-prefetch")]
         self._caches = [
-            WindowCaches(part.world, capacity_bytes, expert, self._most, len(candidates) + 1, extra=self._of_all) for part in parts
+            WindowCaches(part.world, capacity_bytes, expert, self._most, self._together + 1, extra=self._of_all) for part in parts
         ]
         world = parts[0].world
         self._t0_s, self._t1_s = world.t0_s, world.t1_s
@@ -117,7 +117,7 @@ class TuningWalk:
 
     def _period(self, end_s: float, until_s: float) -> None:
         in_force, of_all = np.zeros(COSTS), np.zeros((len(self._of_all), COSTS))
-        costs = np.zeros((self._most, self._together + 1, COSTS))
+        costs = np.zeros((self._rows, self._together + 1, COSTS))
         for part, caches in zip(self._parts, self._caches, strict=True):
             caches.go(int(np.searchsorted(part.world.ts, end_s)), until_s)
             for total, more in zip((in_force, costs, of_all), caches.costs(until_s), strict=True):
@@ -158,8 +158,9 @@ class TuningWalk:
     def _set_windows(self) -> None:
         entries = self.in_force.entries
         windows = [*(entry.window for entry in entries), self.in_force.rest]
-        # Caches of segments that there are none of run along with what is in force: no model is theirs.
-        candidates = [*self._tuner.windows, *[self._tuner.windows[0]] * (self._most - len(entries))]
+        # Until segments are found, the caches of those to come run along with what is in force: no model is theirs.
+        self._rows = self._most if self._finds else len(entries)
+        candidates = [*self._tuner.windows, *[self._tuner.windows[0]] * (self._rows - len(entries))]
         number = np.where(self._number < 0, len(entries), self._number)
         for caches in self._caches:
             caches.set_windows(number, windows, candidates)
