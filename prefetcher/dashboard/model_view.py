@@ -183,7 +183,8 @@ def _where(view: View, model: str, here: Sequence[str]) -> list[dict[str, Any]]:
             "queue_s": report.recent_wait_s,
             "why_absent": reason(known.absent) if known is not None and known.absent and not copies else "",
         }
-        lines += [about | msgspec.to_builtins(held) for held in copies] or [about | {"tier": "disk", "state": "absent"}]
+        tier = "disk" if known is None else known.tier
+        lines += [about | msgspec.to_builtins(held) for held in copies] or [about | {"tier": tier, "state": "absent"}]
     return lines
 
 

@@ -100,13 +100,14 @@ def _line(name: str, report: NodeReport) -> dict[str, Any]:
         tiers["device"] = {"budget_bytes": None, "taken_bytes": taken, "states": by_tier["device"]}
     problems = [*report.problems, *([memory.warning] if memory.warning else [])]
     ratio = memory.taken_bytes / max(1, memory.budget_bytes)
+    on_disk = [known for known in report.known if known.tier == "disk"]
     return {
         "node": name,
         "group": report.group,
         "at_s": report.at_s,
         "mode": "observe" if report.observe else "on" if report.prefetching else "off",
         "tiers": tiers,
-        "disk": {"models": len(report.known), "bytes": sum(known.bytes for known in report.known)},
+        "disk": {"models": len(on_disk), "bytes": sum(known.bytes for known in on_disk)},
         "link_bytes_per_s": report.link_bytes_per_s,
         "busy_ratio": report.busy_ratio,
         "recent_wait_s": report.recent_wait_s,

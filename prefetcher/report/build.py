@@ -24,7 +24,7 @@ NONE = "none"
 _GB_H = 3.6e12
 _GB = 1e9
 _NOTHING = {
-    Stage.FETCH: "nothing was fetched from an object store in this time, or nothing measures it here",
+    Stage.FETCH: "nothing was fetched from a store in this time",
     Stage.READ: "nothing was read into memory in this time",
     Stage.COPY: "nothing measures it: no device tier",
     Stage.ENGINE_START: "nothing measures it: no engine is connected",
