@@ -11,7 +11,7 @@ __all__ = ["SECTIONS", "Contents"]
 #: Commands by section, in the order that they are told.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "See what it would save": ("demo", "replay", "tune", "backtest", "predictors"),
-    "Set a machine up": ("doctor", "manifest", "compile", "config"),
+    "Set a machine up": ("doctor", "manifest", "publish", "compile", "config"),
     "Run it": ("up", "agent", "controller", "ingest", "api", "scheduler"),
     "Look": ("status", "route", "report", "explain", "ledger", "jobs", "windows"),
     "Say what comes, and act by hand": ("hint", "schedule", "pin", "unpin", "load", "evict", "off", "on", "observe", "forget"),
