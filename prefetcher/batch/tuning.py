@@ -1,9 +1,9 @@
 """Windows tuned over recent history, every day, and a change that turns out bad undone: the live side of the tuner.
 
-`tune_windows` takes the rows of the last week through the same walk as `prefetcher tune`, with the windows that are in force, decides once,
-at its end, and writes what it decides, with the evidence, as a new version (`controller.windows`). Where there are many models a hash
-sample of them goes through, with as much memory as their share of all bytes. `watch_windows` looks at the last change every hour: against the
-control group where one runs, and against what the windows before would have cost over the rows that came since. Covers no statistics
+`tune_windows` takes the rows of the last week through the same walk as `prefetcher tune`, with the windows that are in force, decides
+once, at its end, and writes what it decides, with the evidence, as a new version (`controller.windows`). Where there are many models a hash
+sample of them goes through, with as much memory as their share of all bytes. `watch_windows` looks at the last change every hour: against
+the control group where one runs, and against what the windows before would have cost over the rows that came since. Covers no statistics
 (`core.tuner`, `core.effect`).
 
 Source of the sampling: Waldspurger, Park, Garthwaite, Ahmad, "Efficient MRC construction with SHARDS", FAST 2015.
