@@ -449,6 +449,8 @@ def test_a_large_load_gives_way_to_a_small_one_and_nothing_is_read_twice(tmp_pat
         for program in reversed(programs):
             program.join(60)
         assert served == [("small", "host", True), ("large", "host", True)]
+        turns = {known.model: (known.others, known.loads) for known in eventually(node.report).known}
+        assert turns == {"large": (0.0, 1.0), "small": (1.0, 1.0)}, "that one waited is learned when a load begins, not when it goes on"
     finally:
         for event in go_on.values():
             event.set()

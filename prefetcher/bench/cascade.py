@@ -27,8 +27,9 @@ from prefetcher.bench.machine import describe_machine
 from prefetcher.clock import VirtualClock
 from prefetcher.controller import records
 from prefetcher.core import events as ev
-from prefetcher.core.copies import Stage
+from prefetcher.core.copies import IN_FLIGHT, Stage
 from prefetcher.core.facts import RowServed
+from prefetcher.core.node import BLOCK_BYTES
 from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.core.residency import NodeLimits, ResidencyMachine
 from prefetcher.core.types import ModelName, ModelVersion, NodeName, Tier, WeightsKey
@@ -118,7 +119,9 @@ class _Node:
         self.dropped = 0
         self.began: list[str] = []
         self.end_s = math.inf
-        self._moving: tuple[WeightsKey, float] | None = None
+        #: What moves, since when, from which byte on, and whether it ends with its block.
+        self._moving: tuple[WeightsKey, float, int] | None = None
+        self._pauses = False
         for model, size in sizes.items():
             self.tell(ev.CatalogSeen(_key(model), size, {Tier.HOST: size / self._link}), 0.0)
 
@@ -126,9 +129,12 @@ class _Node:
         for told in self.machine.handle(event, now_s):
             match told:
                 case ev.LoadWeights():
-                    self.began.append(str(told.key.model))
-                    self._moving = (told.key, now_s)
-                    self.end_s = now_s + told.bytes / self._link
+                    if not told.resumed:
+                        self.began.append(str(told.key.model))
+                    self._moving, self._pauses = (told.key, now_s, told.resume_from_bytes), False
+                    self.end_s = now_s + (told.bytes - told.resume_from_bytes) / self._link
+                case ev.PauseLoad():
+                    self._pause(now_s)
                 case ev.EvictWeights():
                     self.tell(ev.WeightsEvicted(told.key, told.tier), now_s)
                 case ev.Record(RowServed() as fact):
@@ -137,12 +143,33 @@ class _Node:
                 case _:
                     pass
 
-    def go_on(self) -> None:
-        """The load that runs is done."""
+    def ask(self, model: str, now_s: float) -> None:
+        """A request comes, and finds the load that runs as far as it is."""
+        if self._moving is not None:
+            self.tell(ev.BytesVerified(self._moving[0], Tier.HOST, self._done(now_s)), now_s)
+        self.tell(ev.Requested(ModelName(model), now_s), now_s)
+
+    def _done(self, now_s: float) -> int:
+        """Bytes of what moves that are there by then."""
         assert self._moving is not None
-        key, now_s = self._moving[0], self.end_s
+        _, since_s, from_bytes = self._moving
+        return from_bytes + round((now_s - since_s) * self._link)
+
+    def _pause(self, now_s: float) -> None:
+        """What moves ends with its block, unless that is its last."""
+        assert self._moving is not None
+        _, since_s, from_bytes = self._moving
+        block_end = from_bytes + math.ceil((self._done(now_s) - from_bytes + 1) / BLOCK_BYTES) * BLOCK_BYTES
+        end_s = since_s + (block_end - from_bytes) / self._link
+        if end_s < self.end_s:
+            self.end_s, self._pauses = end_s, True
+
+    def go_on(self) -> None:
+        """The load that runs is done, or pauses."""
+        assert self._moving is not None
+        key, now_s, done = self._moving[0], self.end_s, self._done(self.end_s)
         self._moving, self.end_s = None, math.inf
-        self.tell(ev.WeightsLoaded(key, Tier.HOST), now_s)
+        self.tell(ev.LoadPaused(key, Tier.HOST, done) if self._pauses else ev.WeightsLoaded(key, Tier.HOST), now_s)
 
     @property
     def idle(self) -> bool:
@@ -153,12 +180,14 @@ class _Node:
         holdings, moving = self.machine.holdings, self._moving
 
         def done(key: WeightsKey) -> int:
-            return 0 if moving is None or moving[0] != key else round((now_s - moving[1]) * self._link)
+            return 0 if moving is None or moving[0] != key else self._done(now_s)
 
         held = tuple(
-            records.HeldWeights(key.model, key.version, "host", copy.stage.value, holdings.weights[key].bytes, done(key))
+            records.HeldWeights(
+                key.model, key.version, "host", copy.stage.value, holdings.weights[key].bytes, max(copy.bytes_done, done(key))
+            )
             for key, copy in sorted(holdings.in_tier[Tier.HOST].items())
-            if copy.stage in (Stage.READY, Stage.MOVING)
+            if copy.stage is Stage.READY or copy.stage in IN_FLIGHT
         )
         known = tuple(
             records.KnownWeights(key.model, key.version, weights.bytes, weights.bytes / self._link)
@@ -229,7 +258,7 @@ def play(cascade: Cascade, chooser: Callable[[_Fleet], Chooser]) -> Outcome:
         there = fleet.nodes[name]
         if not there.idle and any(node.idle for node in fleet.nodes.values()):
             outcome.queued_beside_idle += 1
-        there.tell(ev.Requested(ModelName(call.model), call.at_s), call.at_s)
+        there.ask(call.model, call.at_s)
     fleet.until(math.inf)
     began = [model for node in fleet.nodes.values() for model in node.began]
     served = {model: wait_s for node in fleet.nodes.values() for model, wait_s in node.served.items()}
