@@ -50,7 +50,7 @@ class Nodes:
         self.placed: Mapping[str, NodeName] = {}
 
     def restore_shares(self, snapshot: Any) -> None:
-        """Goes on from what was learned of routes; what went to nodes that were forgotten since goes at the next look. Raises ValueError."""
+        """Goes on from what was learned of routes, at the next look without nodes that were forgotten. Raises ValueError."""
         self.shares.restore(snapshot)
         self._known_ever = frozenset(map(NodeName, self.shares.nodes()))
 

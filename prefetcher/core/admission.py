@@ -15,9 +15,10 @@ import numpy as np
 
 from prefetcher.core.copies import IN_FLIGHT, Holdings, Stage, Weights
 from prefetcher.core.planner import choose_victims, outbids
-from prefetcher.core.types import Tier
+from prefetcher.core.quotas import CAPPED, gives_up
+from prefetcher.core.types import TenantQuota, Tier
 
-__all__ = ["Admission", "Rank", "Verdict", "admit", "below_price", "index_of"]
+__all__ = ["Admission", "Rank", "Verdict", "admit", "below_price", "index_of", "over_cap", "under_cap"]
 
 #: The index window of the decision: weights that nobody knows anything about are taken to be used once in it at most.
 UNKNOWN_WINDOW_S = 600.0
@@ -87,6 +88,12 @@ def admit(
     may_bypass = rank is Rank.DEMAND and not weights.pinned and tier > Tier.DISK
     if may_bypass and below_price(weights, holdings, price_per_byte_s, now_s):
         return Admission(Verdict.BYPASS, "price")
+    if rank in (Rank.PREFETCH, Rank.HAND):
+        given_up, fits = under_cap(holdings, weights, now_s, guess=rank is Rank.PREFETCH, tier=tier)
+        if not fits:
+            return Admission(Verdict.NO_ROOM, CAPPED)
+        if given_up:
+            return Admission(Verdict.EVICT, CAPPED, given_up)
     budget = holdings.budget(tier, prefetch=guess)
     if budget is None:
         return Admission(Verdict.START)
@@ -101,6 +108,48 @@ def admit(
     if claimed_bytes:
         return Admission(Verdict.WAIT, "behind_another")
     return _make_room(holdings, weights, tier, rank, float(weights.bytes - free - freeing), now_s)
+
+
+def under_cap(
+    holdings: Holdings, weights: Weights, now_s: float, *, guess: bool, tier: Tier = Tier.HOST
+) -> tuple[list[Weights], bool]:
+    """What their tenant gives up so that `weights` may be prefetched, pinned or leased in the host tier, and whether it may hold them then.
+
+    Only prefetches of its own that nobody used yet are given up; for a `guess` only those that are worth less.
+    """
+    quota = holdings.quotas.of(weights.key.model)
+    budget = holdings.budget(Tier.HOST)
+    if quota is None or tier is not Tier.HOST or budget is None or holdings.claims(weights):
+        return [], True
+    own = [
+        other
+        for other in sorted((holdings.weights[key] for key in holdings.in_tier[Tier.HOST]), key=lambda w: (w.last_use_s, w.key))
+        if other is not weights
+        and holdings.quotas.of(other.key.model) is quota
+        and holdings.is_unused_guess(other)
+        and holdings.may_leave(other, Tier.HOST)
+    ]
+    index, sizes = _arrays(own, holdings, now_s)
+    most = index_of(weights, holdings, now_s) if guess else np.inf
+    cap, claimed = holdings.quotas.cap_bytes(quota, budget), float(holdings.claimed_bytes(quota))
+    chosen, enough = gives_up(cap, claimed, float(weights.bytes), most, index, sizes)
+    return [own[int(position)] for position in chosen] if enough else [], enough
+
+
+def over_cap(holdings: Holdings, quota: TenantQuota, now_s: float) -> list[Weights]:
+    """What a tenant whose cap fell gives up: unused prefetches, lowest index first, until it holds no more than that or has none left."""
+    budget = holdings.budget(Tier.HOST)
+    over = 0.0 if budget is None else holdings.claimed_bytes(quota) - holdings.quotas.cap_bytes(quota, budget)
+    there = (holdings.weights[key] for key in holdings.in_tier[Tier.HOST])
+    own = [w for w in there if holdings.quotas.of(w.key.model) is quota and holdings.is_unused_guess(w)]
+    found = []
+    for weights in sorted(own, key=lambda w: (index_of(w, holdings, now_s), w.key)):
+        if over <= 0.0:
+            break
+        if not weights.pinned and not weights.copies[Tier.HOST].leases:
+            over -= weights.bytes
+            found.append(weights)
+    return found
 
 
 def _make_room(holdings: Holdings, weights: Weights, tier: Tier, rank: Rank, need: float, now_s: float) -> Admission:

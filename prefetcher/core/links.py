@@ -96,7 +96,7 @@ class Links:
             self.transfers.serve(weights, tier, self.now_s)
 
     def may_claim(self, weights: Weights) -> bool:
-        """Whether weights may be pinned or leased in the host tier under their tenant's cap; what it gives up of its own for that leaves."""
+        """Whether weights may be pinned or leased in the host tier under their tenant's cap; what it gives up for that leaves."""
         given_up, fits = under_cap(self.holdings, weights, self.now_s, guess=False)
         for victim in given_up:
             self.transfers.evict(victim, Tier.HOST, Evicted.ROOM, self.now_s, weights.key)

@@ -12,7 +12,8 @@ import msgspec
 from prefetcher.core.copies import Weights
 from prefetcher.core.links import Links
 from prefetcher.core.plans import Plans
-from prefetcher.core.types import DecisionId, Tier, WeightsKey
+from prefetcher.core.quotas import Quotas
+from prefetcher.core.types import DecisionId, TenantQuota, Tier, WeightsKey
 from prefetcher.errors import InputError
 
 __all__ = ["encode_node", "restore_node", "snapshot_node"]
@@ -37,6 +38,7 @@ class _State(msgspec.Struct):
     planned: list[WeightsKey]
     seen: list[DecisionId]
     active: list[WeightsKey]
+    quotas: list[TenantQuota] = []
 
 
 def snapshot_node(links: Links, plans: Plans) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def _state_of(links: Links, plans: Plans) -> _State:
         planned=list(plans.planned),
         seen=list(plans.seen),
         active=list(links.active),
+        quotas=list(holdings.quotas.quotas),
     )
 
 
@@ -83,6 +86,7 @@ def restore_node(snapshot: dict[str, Any], links: Links, plans: Plans) -> None:
             "remove it to start empty"
         )
     holdings = links.holdings
+    holdings.quotas = Quotas(state.quotas)
     links.now_s = state.now_s
     links.price_per_byte_s = state.price_per_byte_s
     plans.fence, plans.revision = state.fence, state.revision

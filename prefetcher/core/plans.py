@@ -7,11 +7,12 @@ applied.
 
 from __future__ import annotations
 
-from prefetcher.core.admission import below_price
+from prefetcher.core.admission import below_price, over_cap, under_cap
 from prefetcher.core.copies import IN_FLIGHT, Pending, Stage, Weights
-from prefetcher.core.events import Evicted, Record, RefuseOrder, RefusePlan
+from prefetcher.core.events import Evicted, NoteSkipped, Record, RefuseOrder, RefusePlan
 from prefetcher.core.facts import Ending, OrderIssued
 from prefetcher.core.links import EDGES, Links
+from prefetcher.core.quotas import CAPPED, Quotas
 from prefetcher.core.types import Arm, Cause, DecisionId, NodeName, Order, Plan, Tier, WeightsKey
 
 __all__ = ["Plans"]
@@ -70,6 +71,8 @@ class Plans:
         self.fence, self.revision = plan.fence, plan.revision
         self.links.price_per_byte_s = plan.price_per_byte_s
         self.allows_prefetch = plan.prefetch_enabled
+        if plan.quotas != self.holdings.quotas.quotas:
+            self.holdings.quotas = Quotas(plan.quotas)
         self.forget_worth()
         for desired in plan.desired:
             weights = self.holdings.resolve(desired.key)
@@ -77,7 +80,10 @@ class Plans:
                 continue
             weights.index = desired.index
             weights.in_shadow = desired.shadow
-            weights.pinned_by_plan = desired.pinned
+            if desired.pinned and not weights.pinned and not self.links.may_claim(weights):
+                self.transfers.out.append(NoteSkipped("pin", CAPPED, weights.key))
+            else:
+                weights.pinned_by_plan = desired.pinned
             if weights.pinned:
                 self.links.active[weights.key] = None
             self.planned[weights.key] = None
@@ -89,10 +95,19 @@ class Plans:
                     self.transfers.end_pending(weights, goal, Ending.REPLACED, "newer_plan", self.links.now_s)
         if not plan.prefetch_enabled:
             self.stop_prefetching("plan")
+        self._trim_to_caps()
         for rank, desired in enumerate(plan.desired):
             if desired.order is not None:
                 self.order(desired.order, rank)
         self._price_eviction()
+
+    def _trim_to_caps(self) -> None:
+        for quota in self.holdings.quotas.quotas:
+            for weights in over_cap(self.holdings, quota, self.links.now_s):
+                if weights.copies[Tier.HOST].stage in IN_FLIGHT:
+                    self.transfers.cancel(weights, Tier.HOST, Ending.CANCELLED, CAPPED, self.links.now_s)
+                elif self.holdings.may_leave(weights, Tier.HOST):
+                    self.transfers.evict(weights, Tier.HOST, Evicted.ROOM, self.links.now_s)
 
     def order(self, order: Order, rank: int) -> str:
         """Queues the prefetch, or ends it at once and says why. One that was seen before only takes its new rank, and what is
@@ -152,6 +167,8 @@ class Plans:
             return "queued"
         if weights.demanded and order.tier <= self.limits.serving_tier:
             return "demanded"
+        if not under_cap(self.holdings, weights, self.links.now_s, guess=not by_hand, tier=order.tier)[1]:
+            return CAPPED
         return self.why_never(weights, order.tier, prefetch=not by_hand)
 
     def _has_tier(self, tier: Tier) -> bool:

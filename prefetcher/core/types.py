@@ -24,6 +24,7 @@ __all__ = [
     "Outcome",
     "Plan",
     "RequestSeen",
+    "TenantQuota",
     "Tier",
     "WeightsKey",
     "Window",
@@ -151,6 +152,17 @@ class DesiredWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantQuota:
+    """What the `models` of `tenant` (names, or patterns with * and ?) may hold of a node's host memory beyond demand: at most `most_ratio`
+    of it, and `most_bytes`; None where that does not bound them."""
+
+    tenant: str
+    models: tuple[str, ...]
+    most_ratio: float | None = None
+    most_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A node's whole desired residency. An agent applies a plan only when (`fence`, `revision`) is above the last one that it applied."""
 
@@ -161,3 +173,4 @@ class Plan:
     price_per_byte_s: float
     desired: tuple[DesiredWeights, ...] = field(default=())
     prefetch_enabled: bool = True
+    quotas: tuple[TenantQuota, ...] = ()
