@@ -38,6 +38,10 @@ def test_what_tuned_windows_cost_over_the_best_fixed_one(suite: Path) -> None:
     assert set(point["starts"]) == {"bad", "timid"}
     assert result["figures"]["cost_ratio_worst"] == max(ratios)
     assert 0.5 < max(ratios) < 1.2
+    assert result["peers"] == {"six": {word: start["over_untuned"] for word, start in point["starts"].items()}}
+    for start in point["starts"].values():
+        assert start["over_untuned"] == pytest.approx(start["cost_ratio"] / point["default_ratio"])
+    assert (point["models"], point["tuned_models"]) == (12, 12)
     assert point["fixed_spread"] >= max(start["start_ratio"] for start in point["starts"].values()) >= 1.0
     assert point["best_fixed"] in [window_in_words(window) for window in windows.FIXED]
 
