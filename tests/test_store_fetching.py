@@ -382,8 +382,8 @@ def test_nodes_share_the_store(bucket: str, gate: Gate, tmp_path: Path) -> None:
         for thread in opened:
             thread.start()
         waits = eventually(lambda: [n for n in nodes[:2] if getattr(n.known("a"), "absent", "") == "model_slot"])
+        assert eventually(lambda: len(asked) == 1)
         assert len(waits) == 1
-        assert len(asked) == 1
         # The other slot of the two is for another model, which then takes the link of the node that waits.
         opened += [threading.Thread(target=node.opens, args=("b", 60.0)) for node in (waits[0], nodes[2])]
         opened[2].start()
