@@ -260,8 +260,8 @@ def test_an_index_that_comes_with_rows_is_taken_before_anything_is_compared(node
 
 def test_the_report_says_who_waited_while_a_model_loaded(node: Node) -> None:
     now_s = node.clock.now_s()
-    # The first load takes the link; of the two that wait then, the one with more rows goes next, and one row waits for the other.
-    node.agent.requested([RequestSeen(now_s, ModelName(model)) for model in ("m0", "m1", "m2", "m2")])
+    # The first load takes the link and gives way to none; of those that wait then, that with more rows goes next, and one row waits for it.
+    node.agent.requested([RequestSeen(now_s, ModelName(model)) for model in ("m0", "m0", "m1", "m2", "m2")])
     waiting = lambda: {k.model: (k.others, k.loads) for k in eventually(node.report).known}  # noqa: E731
     eventually(lambda: waiting()["m2"] == (1.0, 1.0))
     assert waiting()["m0"] == (0.0, 1.0)
