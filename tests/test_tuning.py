@@ -100,7 +100,8 @@ def test_two_kinds_of_models_get_the_windows_that_suit_them(trace: Trace) -> Non
         assert (of.lead_s[beats] == EARLY.lead_s).all(), windows
         assert (of.lead_s[~beats] == NEVER.lead_s).all(), windows
         last = walk.days[-2]
-        assert last.tuned[0] + price * last.tuned[1] < 0.9 * (last.fixed[:, 0] + price * last.fixed[:, 1]).min()
+        for_all = np.concatenate([last.fixed, last.together])
+        assert last.tuned[0] + price * last.tuned[1] < 0.9 * (for_all[:, 0] + price * for_all[:, 1]).min()
         assert all(d.new in (DEFAULT_WINDOW, NEVER, EARLY) for d in walk.decisions)
         for d in walk.decisions:
             assert d.new == DEFAULT_WINDOW or d.old_cost.seconds(price) > d.new_cost.seconds(price)
