@@ -52,6 +52,7 @@ from prefetcher.report.desk import ReportDesk
 from prefetcher.telemetry.logs import log
 from prefetcher.telemetry.memory import available_bytes
 from prefetcher.telemetry.metrics import Metrics
+from prefetcher.tenants import read_quotas
 from prefetcher.wire import read_request, request_records
 from prefetcher_connectors.kafka import KafkaOptions, KafkaStreams
 from prefetcher_connectors.redis import HURRIED_S, PATIENT_S, EmbeddedServer, RedisState
@@ -279,6 +280,7 @@ class App(Process):
     # --- controller ---
 
     def _start_controller(self) -> None:
+        self._quotas = read_quotas(self._settings.decision.tenants_file)
         self._leadership = leadership = Leadership(self._state, self.clock, self._holder())
         self.run_thread("controller", lambda stop: self._compile_and_lead(leadership, stop))
         self.run_thread("calls", self._hear_calls)
@@ -315,6 +317,7 @@ class App(Process):
                 decision.batch_ratio,
                 idle_pin_after_s=self._settings.report.idle_pin_after_s,
                 release_idle_pins=self._settings.report.release_idle_pins,
+                quotas=self._quotas,
             ),
             arm_of=self._experiment.arm,
             on_rows=self._rows_came,
@@ -553,6 +556,11 @@ def _check_machine(settings: Settings) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if settings.node.host_bytes > memory:
         raise BudgetError(f"--host-bytes {settings.node.host_bytes} is more than this machine's memory, {memory} bytes; give it less")
+    if settings.node.reserve_bytes >= settings.node.host_bytes:
+        raise BudgetError(
+            f"PREFETCHER_NODE__RESERVE_BYTES {settings.node.reserve_bytes} leaves nothing of --host-bytes {settings.node.host_bytes} for "
+            "prefetches; give it less"
+        )
     check_lock(settings.node.lock, settings.node.host_bytes)
 
 
@@ -574,6 +582,7 @@ def _agent_options(settings: Settings, folder: Path) -> AgentOptions:
         prefetch_bytes_per_s=node.prefetch_bytes_per_s,
         seed=settings.decision.seed,
         group=node.group,
+        reserve_bytes=node.reserve_bytes,
         store=_store_options(settings),
     )
 

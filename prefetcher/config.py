@@ -127,6 +127,7 @@ class NodeSettings(_Group):
     group: str = Field(default="", max_length=128, pattern=r"^[\w.-]*$", description="the group of nodes that it is switched with")
     models_dir: Path = Field(default=Path("models-store"), description="the folder of models, one folder of safetensors files each")
     host_bytes: Bytes = Field(default=8_000_000_000, gt=0, description="host memory for weights")
+    reserve_bytes: Bytes = Field(default=0, ge=0, description="host memory that prefetches never enter: only demand may")
     host_dir: Path | None = Field(default=None, description="a tmpfs folder for the host tier; without it one is chosen")
     lock: Literal["auto", "require", "off"] = Field(default="auto", description="lock the host tier in memory")
     link_bytes_per_s: Bytes = Field(default=3_500_000_000, gt=0, description="disk to host memory, before anything was measured")
@@ -149,6 +150,9 @@ class DecisionSettings(_Group):
         ge=0,
         le=0.5,
         description="share of node time in the control group, which gets no prefetch, once there are nodes enough; 0 for none",
+    )
+    tenants_file: Path | None = Field(
+        default=None, description="JSON file of tenants: which models are whose, and what they may hold of a node beyond demand"
     )
     batch_ratio: float = Field(default=0.5, gt=0, le=1, description="share of a node's memory that batch schedules may take at a time")
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the control group and of fits")

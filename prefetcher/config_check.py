@@ -19,6 +19,7 @@ from prefetcher.errors import PrefetcherError, UsageError
 from prefetcher.fitted import backend_of
 from prefetcher.replay.maps import parse_map
 from prefetcher.replay.times import TimeReader
+from prefetcher.tenants import read_quotas
 from prefetcher_connectors.artifact_store import ArtifactStore
 from prefetcher_connectors.kafka import KafkaStreams
 from prefetcher_connectors.redis import RedisState
@@ -56,6 +57,7 @@ def of_values(settings: Settings) -> list[str]:
         _refusal("PREFETCHER_SEASONAL: ", lambda: Calendar(settings.seasonal.tz, settings.seasonal.country or "")),
         _of_fits(settings),
         _refusal("PREFETCHER_KAFKA__MAP: ", lambda: parse_map(settings.kafka.map)),
+        _refusal("", lambda: read_quotas(settings.decision.tenants_file)),
     ]
     if settings.clock.speed != 1.0 and settings.clock.origin_s is None:
         found.append("PREFETCHER_CLOCK__SPEED needs PREFETCHER_CLOCK__ORIGIN_S")

@@ -17,7 +17,7 @@ from prefetcher.api.client import get
 from prefetcher.clock import SystemClock
 from prefetcher.config import Settings, artifacts_place
 from prefetcher.errors import ArtifactError, PrefetcherError
-from prefetcher.words import span
+from prefetcher.words import reason, span
 from prefetcher_connectors.artifact_store import ArtifactStore
 
 __all__ = ["explanation_of", "lines_of"]
@@ -67,7 +67,8 @@ def lines_of(found: Mapping[str, Any]) -> list[str]:
     season, forecast = found["season"], found["forecast"]
     for held in found["residency"] or ():
         why = f" for {held['cause']}" if held.get("cause") else ""
-        told.append(f"  on {held['node']}: {held['state']} in {held['tier']}{why}{', pinned' if held.get('pinned') else ''}")
+        absent = f": {reason(held['reason'])}" if held.get("reason") else ""
+        told.append(f"  on {held['node']}: {held['state']} in {held['tier']}{why}{', pinned' if held.get('pinned') else ''}{absent}")
     if found["residency"] == []:
         told.append("  no node has it or could load it")
     if season is not None:

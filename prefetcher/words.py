@@ -21,6 +21,7 @@ _REASONS: dict[str, str] = {
     # why an order ended, or was refused
     "too_large": "it is larger than --host-bytes",
     "does_not_fit": "it does not fit beside what is pinned",
+    "tenant_cap": "its tenant holds as much of the node as it may beyond demand",
     "hold": "nobody used it in its time",
     "window": "the batch job's time was over",
     "batch_ended": "only a batch job that is over asked for it",

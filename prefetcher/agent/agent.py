@@ -98,6 +98,7 @@ class AgentOptions:
     prefetch_bytes_per_s: float | None = None
     seed: int = 0
     group: str = ""
+    reserve_bytes: int = 0
     store: StoreOptions = field(default_factory=StoreOptions)
 
 
@@ -149,6 +150,7 @@ class Agent:
             options.node,
             NodeLimits(
                 budget_bytes={Tier.HOST: options.host_bytes},
+                reserve_bytes={Tier.HOST: options.reserve_bytes},
                 link_bytes_per_s=options.link_bytes_per_s,
                 adopted_hold_s=options.hold_s,
                 observe=options.observe,
@@ -638,9 +640,9 @@ class Agent:
         return None
 
 
-def _switch_event(switch: records.Switch) -> ev.Event:
-    return ev.SwitchedOn(switch.observe) if switch.on else ev.SwitchedOff()
 def _number_of(raw: bytes | None) -> int:
     return int(raw) if raw is not None and raw.isdigit() else -1
 
 
+def _switch_event(switch: records.Switch) -> ev.Event:
+    return ev.SwitchedOn(switch.observe) if switch.on else ev.SwitchedOff()

@@ -13,8 +13,10 @@ from prefetcher.agent.hostmem import HostArena
 from prefetcher.agent.moves import Moves
 from prefetcher.agent.uses import Unknown
 from prefetcher.controller.records import HeldWeights, KnownWeights, Memory, NodeReport, QueuedWeights
+from prefetcher.core.admission import under_cap
 from prefetcher.core.copies import Holdings, Stage, Weights
 from prefetcher.core.facts import TransferEnded
+from prefetcher.core.quotas import CAPPED
 from prefetcher.core.residency import ResidencyMachine
 from prefetcher.core.types import ModelName, Tier, WeightsKey
 from prefetcher.errors import InputError
@@ -171,7 +173,14 @@ def make_report(
     return NodeReport(
         node=machine.node,
         at_s=now_s,
-        memory=Memory(usage.budget_bytes, usage.taken_bytes, locked, arena.kind, arena.lock_warning or ""),
+        memory=Memory(
+            usage.budget_bytes,
+            usage.taken_bytes,
+            locked,
+            arena.kind,
+            arena.lock_warning or "",
+            machine.limits.reserve_bytes.get(Tier.HOST, 0),
+        ),
         link_bytes_per_s=meter.bytes_per_s,
         group=group,
         recent_wait_s=meter.recent_wait_s,
@@ -237,6 +246,7 @@ def _why_absent(
     machine: ResidencyMachine, weights: Weights, left: Mapping[ModelName, str], now_s: float, fetches: Fetches | None = None
 ) -> str:
     """Why weights are not in memory, as a short name; '' where they are, or nothing is known but that nobody asked."""
+    holdings = machine.holdings
     if Tier.HOST in weights.copies:
         return ""
     if machine.holdings.observing:
@@ -247,4 +257,5 @@ def _why_absent(
     why = machine.plans.why_never(weights, Tier.HOST, prefetch=False)
     if why or weights.retry_at_s > now_s:
         return why or "load_failed"
-    return left.get(weights.key.model, "")
+    capped = not under_cap(holdings, weights, now_s, guess=True)[1]
+    return CAPPED if capped else left.get(weights.key.model, "")

@@ -122,11 +122,16 @@ class ByHand:
             raise ModelNotFoundError(
                 f"no model is called {shortened(repr(model))} on node {node}; `prefetcher status` lists them", model=model
             )
-        acted = self._hands(node).act(act, model)
         done = records.ByHand(act, self._clock.now_s(), wish.by, model, node=node, until_s=wish.until_s, reason=wish.reason)
+        acted = self._let_go(model, wish.by) if act == "unpin" else None
+        if acted is not None:
+            if acted.ok:
+                self._note(done)
+            return acted, done
+        acted = self._hands(node).act(act, model)
         if acted.ok and act == "pin":
             pin = records.Pin(wish.by, done.at_s, wish.until_s, wish.allow_release)
-            self._change_pins(lambda pins: {**pins, model: pin})
+            self._change_pins(lambda pins: {**pins, model: pins[model].with_holder(pin) if model in pins else pin})
         elif acted.ok and act == "unpin":
             self._change_pins(lambda pins: {name: pin for name, pin in pins.items() if name != model})
         log().info("acted_by_hand", act=act, model=model, node=node, ok=acted.ok, reason=acted.reason, by=wish.by)
@@ -134,6 +139,23 @@ class ByHand:
             self._note(done)
         self._wake(act)
         return acted, done
+
+    def _let_go(self, model: str, by: str) -> Acted | None:
+        """What becomes of an unpin while others pin the model too, or they alone; None where nobody else does."""
+        pin = (self._read_pins(self._state.read(records.PINS)) or {}).get(model)
+        if pin is None:
+            return None
+        if not pin.held_by(by):
+            return Acted(False, "pinned_by_other")
+        if pin.without_holder(by) is None:
+            return None
+
+        def change(pins: dict[str, records.Pin]) -> dict[str, records.Pin]:
+            left = pins[model].without_holder(by) if model in pins else None
+            return pins if left is None else {**pins, model: left}
+
+        self._change_pins(change)
+        return Acted(True, "pinned_by_others")
 
     def _hands(self, node: NodeName) -> NodeByHand:
         if node == self._node and self._own is not None:
@@ -279,9 +301,16 @@ class ByHand:
         self._nodes_seen |= set(nodes)
 
     def _look_after_pins(self, pins: dict[str, records.Pin], now_s: float) -> None:
-        over = {name: pin for name, pin in pins.items() if pin.until_s is not None and pin.until_s <= now_s}
+        left = {name: (pin, pin.standing(now_s)) for name, pin in pins.items()}
+        over = {name for name, (_, stands) in left.items() if stands is None}
+        if any(pin != stands for pin, stands in left.values()):
+
+            def change(found: dict[str, records.Pin]) -> dict[str, records.Pin]:
+                now = {name: left[name][1] if left.get(name, (None,))[0] == pin else pin for name, pin in found.items()}
+                return {name: pin for name, pin in now.items() if pin is not None}
+
+            self._change_pins(change)
         if over:
-            self._change_pins(lambda found: {name: pin for name, pin in found.items() if over.get(name) != pin})
             log().info("pins_ended", models=sorted(over))
         standing = frozenset(pins) - frozenset(over)
         gone = self._pins_seen - standing | frozenset(over)

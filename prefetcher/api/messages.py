@@ -210,6 +210,7 @@ class ResidencyEntry(BaseModel):
     last_use_s: float | None = None
     leases: int = 0
     pinned: bool = False
+    reason: str = Field(default="", description="of absent weights: why they are not in memory, where that is known", examples=[""])
     contributions: list[tuple[str, float]] = Field(default_factory=list, description="what led to it", examples=[[["hazard", 0.8]]])
 
 

@@ -65,7 +65,7 @@ def _entries(view: View, model: str | None) -> list[dict[str, Any]]:
         if model is not None and not held:
             found += [
                 {"node": node, "model": k.model, "version": k.version, "tier": k.tier, "state": "absent", "bytes": k.bytes, "bytes_done": 0}
-                | {"ready_in_s": round(k.load_s, 3)}
+                | {"ready_in_s": round(k.load_s, 3), "reason": k.absent}
                 for k in report.known
                 if k.model == model
             ]

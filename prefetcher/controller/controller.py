@@ -32,8 +32,9 @@ from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, mak
 from prefetcher.controller.windows import WindowView
 from prefetcher.core.experts import WINDOWS_S
 from prefetcher.core.hints import Expected, Hint
+from prefetcher.core.quotas import Quotas
 from prefetcher.core.shadow_caches import Outlook, ShadowCaches
-from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen
+from prefetcher.core.types import Arm, DecisionId, NodeName, Outcome, RequestSeen, TenantQuota
 from prefetcher.core.windows import WindowTable
 from prefetcher.errors import PredictorError, UnavailableError
 from prefetcher.ports import Partition, StateStore, Streams
@@ -74,6 +75,7 @@ class ControllerOptions:
     batch_ratio: float = 0.5
     idle_pin_after_s: float = 86_400.0
     release_idle_pins: bool = False
+    quotas: tuple[TenantQuota, ...] = ()
 
 
 class Controller:
@@ -131,6 +133,7 @@ class Controller:
         #: Names of models, and how much of each one's forecast is whose, as of the last tick; None for one node alone.
         self._shares: tuple[list[str], dict[NodeName, npt.NDArray[np.float32]] | None] | None = None
         self._switched_on = True
+        self._quotas = Quotas(options.quotas)
         self._refit: Refit | None = None
         self._counted: dict[tuple[str, str], int] = {}
         self.fence = 0
@@ -572,6 +575,7 @@ class Controller:
             expected=expected,
             batch=batch,
             windows=self._windows_of(report),
+            quotas=self._quotas,
         )
         self._tell_catalog(node)
         outlook, worth = self._worth(report, now_s, expected)

@@ -93,7 +93,7 @@ def site_of(
             waiting.append((left_s, float(q.rows)))
         else:
             running_s += left_s
-    free = float(report.memory.budget_bytes - report.memory.taken_bytes)
+    free = float(report.memory.budget_bytes - report.memory.taken_bytes - (report.memory.reserve_bytes if guesses else 0))
     if queue:
         # What waits for the link takes its memory when its turn comes.
         waits = {q.model for q in queue} - {held.model for held in report.held}

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from prefetcher.controller.records import NodeReport
 from prefetcher.core.hints import Expected
 from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.quotas import CAPPED, Quotas, gives_up
 from prefetcher.core.ranking import WAITING_PRIOR_LOADS
 from prefetcher.core.schedules import Needs
 from prefetcher.core.shadow_caches import Outlook
@@ -54,6 +55,8 @@ Floats = npt.NDArray[np.float64]
 SECOND_CHANCE = 2.0
 #: The index of what batch held and has no need of any more: it goes whatever a held byte costs.
 RELEASED = -1.0
+#: States of weights that are on their way into memory.
+_MOVING = frozenset({"moving", "pausing", "paused"})
 #: Candidates tried when the best ones do not outbid their victims.
 CANDIDATES = 4
 
@@ -91,6 +94,8 @@ class Given:
     batch: Needs = field(default_factory=Needs)
     #: Each model's window, in the report's order; None where none has one of its own: `hold_s` then bounds all, and nothing else does.
     windows: WindowTable | None = None
+    #: What tenants may hold of a node beyond demand.
+    quotas: Quotas = field(default_factory=Quotas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +193,7 @@ def make_plan(report: NodeReport, outlook: Outlook, worth: Worth, given: Given) 
         price_per_byte_s=price,
         desired=desired,
         prefetch_enabled=given.prefetching,
+        quotas=given.quotas.quotas,
     )
     return Planned(plan, tuple(new), chooser.skipped)
 
@@ -210,6 +216,9 @@ class _Chooser:
         self._lead_s = np.where(lead_s >= NO_LEAD_LIMIT_S, np.inf, lead_s)
         self._held = {h.model: h for h in report.held if h.tier == Tier.HOST.name.lower()}
         self.skipped: dict[str, int] = {}
+        #: What each tenant holds beyond demand, and which of that are prefetches that nobody used yet and may leave.
+        self._claimed: dict[str, float] = {}
+        self._may_go: dict[str, list[int]] = {}
         #: What carried orders that have not begun will take.
         self._promised_bytes = 0.0
         self._promised_s = 0.0
@@ -236,6 +245,7 @@ class _Chooser:
                 carried.append(past.order)
             if waiting:
                 self._promised_bytes += float(self._sizes[i])
+                self._claim(i)
                 self._promised_s += float(self._link_s[i])
         return carried
 
@@ -252,6 +262,42 @@ class _Chooser:
 
     def _skip(self, reason: str, count: int = 1) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + count
+
+    def _count_claims(self) -> None:
+        """What tenants hold beyond demand, as the node reports it."""
+        if not self._given.quotas.quotas:
+            return
+        for i, known in enumerate(self._report.known):
+            held = self._held.get(known.model)
+            guess = held is not None and bool(held.decision_id)
+            coming = held is not None and held.state in _MOVING and held.cause != Cause.DEMAND.value
+            if known.pinned or guess or coming or (held is not None and held.leases):
+                self._claim(i, may_go=guess and held is not None and held.state == "ready" and not (held.leases or known.pinned))
+
+    def _claim(self, i: int, *, may_go: bool = False) -> None:
+        quota = self._given.quotas.of(self._report.known[i].model)
+        if quota is not None:
+            self._claimed[quota.tenant] = self._claimed.get(quota.tenant, 0.0) + float(self._sizes[i])
+            if may_go:
+                self._may_go.setdefault(quota.tenant, []).append(i)
+
+    def _under_cap(self, i: int, score: float) -> npt.NDArray[np.int64] | None:
+        """What the tenant of a candidate gives up for it, none where it need not; None where that does not suffice."""
+        quota = self._given.quotas.of(self._report.known[i].model)
+        if quota is None:
+            return np.empty(0, np.int64)
+        own = np.array(self._may_go.get(quota.tenant, []), np.int64)
+        cap = self._given.quotas.cap_bytes(quota, float(self._report.memory.budget_bytes))
+        claimed = self._claimed.get(quota.tenant, 0.0)
+        chosen, enough = gives_up(cap, claimed, float(self._sizes[i]), score, self._index[own], self._sizes[own])
+        return own[chosen] if enough else None
+
+    def _give_up(self, victims: npt.NDArray[np.int64]) -> None:
+        for v in victims.tolist():
+            quota = self._given.quotas.of(self._report.known[v].model)
+            assert quota is not None
+            self._claimed[quota.tenant] -= float(self._sizes[v])
+            self._may_go[quota.tenant].remove(v)
 
     def _said(self, i: int) -> Expected | None:
         """What hints and schedules say of a model, where they say more than the forecast."""
@@ -273,7 +319,7 @@ class _Chooser:
             if not hinted and given.last_row_s(known.model) <= given.batch.ended.get(known.model, -np.inf):
                 self._skip("batch_ended")
                 continue
-            if known.bytes > self._report.memory.budget_bytes:
+            if known.bytes > self._report.memory.budget_bytes - self._report.memory.reserve_bytes:
                 self._skip("does_not_fit")
                 continue
             if self._index[i] < self._price:
@@ -315,7 +361,8 @@ class _Chooser:
             (past.order.key.model for past in given.past.values() if not past.ended and past.order.deadline_s > given.now_s),
             hinted_only=busy or self._worth.fetch is None,
         )
-        free = float(report.memory.budget_bytes - report.memory.taken_bytes) - self._promised_bytes
+        free = float(report.memory.budget_bytes - report.memory.reserve_bytes - report.memory.taken_bytes) - self._promised_bytes
+        self._count_claims()
         link_left_s = given.tick_s * (1.0 - report.busy_ratio) - self._promised_s
         stays = np.array(
             [
@@ -335,7 +382,11 @@ class _Chooser:
             if self._link_s[i] > link_left_s and (new or open_orders) and said is None:
                 self._skip("link_budget")
                 break
-            need = self._sizes[i] - free
+            given_up = self._under_cap(i, score)
+            if given_up is None:
+                self._skip(CAPPED)
+                continue
+            need = self._sizes[i] - free - float(self._sizes[given_up].sum())
             below = stays[self._index[stays] < score] if len(stays) else stays
             victims, enough = choose_victims(self._index, self._sizes, below, float(need))
             if not enough:
@@ -352,7 +403,9 @@ class _Chooser:
                 refused += 1
                 continue
             new.append((self._order(i), score))
-            free += float(self._sizes[victims].sum()) - float(self._sizes[i])
+            self._give_up(given_up)
+            self._claim(i)
+            free += float(self._sizes[victims].sum()) + float(self._sizes[given_up].sum()) - float(self._sizes[i])
             stays = stays[~np.isin(stays, victims)]
             link_left_s -= float(self._link_s[i])
         return new

@@ -230,12 +230,37 @@ def strictest(raw: Iterable[bytes | None]) -> Switch:
 
 class Pin(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model that people keep in memory: by whom, since when, and until when, None for no end. `allow_release`: it may be taken away by
-    itself once it is worth less than it costs for long (`controller.idle_pins`)."""
+    itself once it is worth less than it costs for long (`controller.idle_pins`). `others`: who pinned it before and still does."""
 
     by: str = ""
     at_s: float = 0.0
     until_s: float | None = None
     allow_release: bool = False
+    others: tuple[Pin, ...] = ()
+
+    def _holders(self) -> tuple[Pin, ...]:
+        return (msgspec.structs.replace(self, others=()), *self.others)
+
+    @staticmethod
+    def _of(holders: Iterable[Pin]) -> Pin | None:
+        found = list(holders)
+        return msgspec.structs.replace(found[0], others=tuple(found[1:])) if found else None
+
+    def held_by(self, by: str) -> bool:
+        """Whether `by` is one of those who pinned it; what nobody's name is on is everybody's."""
+        return any(holder.by in ("", by) for holder in self._holders())
+
+    def with_holder(self, pin: Pin) -> Pin:
+        """Pinned by one more, whose earlier pin this one replaces."""
+        return msgspec.structs.replace(pin, others=tuple(h for h in self._holders() if h.by not in ("", pin.by)))
+
+    def without_holder(self, by: str) -> Pin | None:
+        """As others still pin it; None where nobody does."""
+        return self._of(holder for holder in self._holders() if holder.by not in ("", by))
+
+    def standing(self, now_s: float) -> Pin | None:
+        """Without those whose time is up; None where it is up for all."""
+        return self._of(holder for holder in self._holders() if holder.until_s is None or holder.until_s > now_s)
 
 
 _pins = msgspec.json.Decoder(dict[str, Pin] | list[str])
@@ -393,13 +418,14 @@ class QueuedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """The host tier's bytes: what may be used, what is taken, how it is backed."""
+    """The host tier's bytes: what may be used, what is taken, how it is backed. `reserve_bytes` of the budget are for demand alone."""
 
     budget_bytes: int
     taken_bytes: int
     locked: bool = False
     backing: str = ""
     warning: str = ""
+    reserve_bytes: int = 0
 
 
 class NodeReport(msgspec.Struct, frozen=True):
