@@ -251,9 +251,10 @@ def test_foreign_evidence_and_state_are_refused() -> None:
         tuner.learn(np.full((2, 5, 3), np.nan), np.zeros(3), HOUR, 0.0)
     state = tuner.snapshot()
     evidence = {**state["of_all"], "costs": []}
-    for change in ({"alone": []}, {"of_all": evidence}, {"windows": [[[0.0, 300.0, 60.0]]] * 2}, {"book": 3}, {"dual_price": None}):
+    bad: dict[str, object] = {"alone": [], "of_all": evidence, "windows": [[[0.0, 300.0, 60.0]]] * 2, "book": 3, "dual_price": None}
+    for name, value in bad.items():
         with pytest.raises(InputError):
-            WindowTuner(book_of(TWO), SETTINGS, CHOICES).restore({**state, **change})
+            WindowTuner(book_of(TWO), SETTINGS, CHOICES).restore({**state, name: value})
     with pytest.raises(InputError, match="it had other candidates"):
         WindowTuner(book_of(TWO), SETTINGS, (LONG, SHORT, EARLY)).restore(state)
     with pytest.raises(ValueError, match="lead_s"):
