@@ -17,23 +17,28 @@ $(VENV)/pip.stamp:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@touch $@
 
+# Python compiles what it imports by itself, a fraction of what is installed.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e .
+
 # The base alone: replay, live and demo need no more.
 $(VENV)/base.stamp: pyproject.toml constraints.txt $(VENV)/pip.stamp
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(INSTALL)
 	$(BIN)/prefetcher compile
 	@touch $@
 
-$(VENV)/dev.stamp: $(VENV)/base.stamp
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e . --group dev
-	@touch $@
+# Everything at once, the base with it; kernels are compiled here, once, and not by each worker of the tests.
+$(VENV)/dev.stamp: pyproject.toml constraints.txt $(VENV)/pip.stamp
+	$(INSTALL) --group dev
+	$(BIN)/prefetcher compile
+	@touch $(VENV)/base.stamp $@
 
 setup: $(VENV)/dev.stamp ## everything that developing needs, in .venv
 
 demo: $(VENV)/base.stamp ## two days of traffic on real weights, with and without prefetching: under 4 minutes
 	$(BIN)/prefetcher demo --out $(OUT) $(ARGS)
 
-test: setup ## all tests, a file at a time on each of two workers: make test ARGS="-n 0 -k ledger" for some
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+test: setup ## all tests, a file at a time on each of three workers: make test ARGS="-n 0 -k ledger" for some
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from prefetcher.backtest.segments import SEGMENTS
 from prefetcher.cli import app, main
 from prefetcher.core.types import HORIZONS_S
 from prefetcher.errors import InputError, PredictorError, UsageError
-from prefetcher.replay.trace import read_trace
+from prefetcher.replay.trace import Trace, read_trace
 from prefetcher_models.check_predictor import check_predictor
 from prefetcher_models.hazard import Hazard, HazardSettings
 from prefetcher_models.popularity import Popularity
@@ -148,14 +149,23 @@ class Fails(SeasonalNaive):
         return Forecast(self.name, now_s, now_s, said.models, np.full_like(said.p, np.nan))
 
 
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return read_trace(csv_of(tmp_path_factory.mktemp("log") / "log.csv", *small_log()), default_bytes=1)
+
+
+@pytest.fixture(scope="module")
+def alone(log: Trace) -> dict[str, Any]:
+    """What the simple ones alone come to."""
+    return backtest(log, SIMPLE, origins=3)
+
+
 @pytest.mark.parametrize(
     ("how", "said"), [("raises", "PredictorError: no more"), ("dies", "ZeroDivisionError: by zero"), ("says nan", "are not finite")]
 )
-def test_a_predictor_that_fails_is_named_counted_and_kept_out(tmp_path: Path, how: str, said: str) -> None:
-    trace = read_trace(csv_of(tmp_path / "log.csv", *small_log()), default_bytes=1)
+def test_a_predictor_that_fails_is_named_counted_and_kept_out(log: Trace, alone: dict[str, Any], how: str, said: str) -> None:
     failing = Entry("failing", "learned", "fails", lambda _names: Fails(how))
-    alone = backtest(trace, SIMPLE, origins=3)
-    both = backtest(trace, [*SIMPLE, failing], origins=3)
+    both = backtest(log, [*SIMPLE, failing], origins=3)
     told = {p["name"]: p for p in both["predictors"]}
     assert told["failing"]["failed"] == told["failing"]["asked"] - 9
     ((reason, count),) = told["failing"]["failures"].items()
@@ -169,24 +179,20 @@ def test_a_predictor_that_fails_is_named_counted_and_kept_out(tmp_path: Path, ho
     assert all(e["pairs"] < 100 and e["left_out"] > 0 for e in own)
 
 
-def test_a_predictor_that_can_not_be_made_has_no_scores(tmp_path: Path) -> None:
-    trace = read_trace(csv_of(tmp_path / "log.csv", *small_log()), default_bytes=1)
-
+def test_a_predictor_that_can_not_be_made_has_no_scores(log: Trace) -> None:
     def refuse(_names: tuple[str, ...]) -> SeasonalNaive:
         raise ImportError("no module named prophet")
 
-    result = backtest(trace, [*SIMPLE, Entry("absent", "learned", "is absent", refuse)], origins=3)
+    result = backtest(log, [*SIMPLE, Entry("absent", "learned", "is absent", refuse)], origins=1)
     (told,) = [p for p in result["predictors"] if p["name"] == "absent"]
     assert (told["scored"], list(told["failures"])) == (False, ["make: ImportError: no module named prophet"])
     assert not [e for e in result["scores"] if e["predictor"] == "absent"]
-    left_out = backtest(trace, [*SIMPLE, Entry("absent", "learned", "is absent", refuse, needs=("no_such_package",))], origins=3)
+    left_out = backtest(log, [*SIMPLE, Entry("absent", "learned", "is absent", refuse, needs=("no_such_package",))], origins=1)
     assert left_out["input"]["notes"] == ["absent is left out: it needs no_such_package"]
 
 
-def test_a_baseline_is_compared_on_the_same_forecasts(tmp_path: Path) -> None:
-    trace = read_trace(csv_of(tmp_path / "log.csv", *small_log()), default_bytes=1)
-    result = backtest(trace, SIMPLE, origins=3)
-    entries = {e["predictor"]: e for e in result["scores"] if e["horizon_s"] == 600.0 and e["segment"] == "all"}
+def test_a_baseline_is_compared_on_the_same_forecasts(alone: dict[str, Any]) -> None:
+    entries = {e["predictor"]: e for e in alone["scores"] if e["horizon_s"] == 600.0 and e["segment"] == "all"}
     over = entries["idle-time"]["over"]["popularity-24h"]
     assert over["ap"] == pytest.approx(entries["popularity-24h"]["ap"], rel=1e-5)
     assert over["ap_ratio"] == pytest.approx(entries["idle-time"]["ap"] / entries["popularity-24h"]["ap"], rel=1e-4)
@@ -304,7 +310,7 @@ def test_the_registry_names_each_predictor_once_and_each_keeps_the_contract() ->
 def test_sources_give_the_hazard_their_columns(tmp_path: Path) -> None:
     trace = read_trace(csv_of(tmp_path / "log.csv", *small_log(1.0)), default_bytes=1)
     widened = replace(small_hazard(), name="hazard-wide", sources=entry("hazard-transitions").sources)
-    result = backtest(trace, [small_hazard(), widened, *SIMPLE], origins=2)
+    result = backtest(trace, [small_hazard(), widened, *SIMPLE], origins=1)
     told = {p["name"]: p for p in result["predictors"]}
     assert told["hazard-wide"]["failures"] == {}
     assert told["hazard-wide"]["scored"]

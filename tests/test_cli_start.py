@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import REAL
 
 import prefetcher
 from prefetcher.cli_help import SECTIONS
@@ -41,8 +42,9 @@ def test_the_command_line_imports_nothing_heavy_for_its_help() -> None:
     assert names & HEAVY == set()
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "prefetcher", *arguments], capture_output=True, text=True, timeout=60, cwd=cwd)
+def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "prefetcher", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env=os.environ | environment)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +90,20 @@ def test_errors_are_one_line(arguments: tuple[str, ...], code: int, hint: str, t
     assert hint in done.stderr
 
 
+def test_a_start_as_ever_says_what_a_quick_one_says(tmp_path: Path) -> None:
+    """What `launching` starts is what `python -m prefetcher` is."""
+    for arguments in (("config", "check"), ("up", "--models", "none", "--port", "0")):
+        quick, real = (run(*arguments, cwd=tmp_path, **{REAL: how}) for how in ("quick", "real"))
+        assert (quick.returncode, quick.stdout, quick.stderr) == (real.returncode, real.stdout, real.stderr)
+
+
 def test_the_version_is_said() -> None:
-    done = run("--version")
+    done = run("--version", **{REAL: "real"})
     assert (done.returncode, done.stdout) == (0, f"prefetcher {prefetcher.__version__}\n")
 
 
 def test_help_names_every_command(tmp_path: Path) -> None:
-    done = run("--help")
+    done = run("--help", **{REAL: "real"})
     assert done.returncode == 0
     for names in SECTIONS.values():
         for name in names:

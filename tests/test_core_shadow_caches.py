@@ -50,14 +50,23 @@ def serve(shadows: ShadowCaches, trace: Trace, capacity: float) -> None:
     shadows.serve(np.arange(MODELS), size, size / LINK, capacity)
 
 
-def score(trace: Trace) -> RateBlock:
-    """The rates of the whole log at once."""
+@pytest.fixture(scope="module")
+def rates(trace: Trace) -> RateBlock:
+    """Of the whole log at once."""
     (block,) = score_blocks(trace, 0, lambda done, what: None, periods=48)
     return block
 
 
-def pieces(trace: Trace, every: int) -> list[Piece]:
-    rates = score(trace)
+@pytest.fixture(scope="module")
+def replayed(trace: Trace, rates: RateBlock) -> NodeRun:
+    part = split_by_node(trace, 1, LINK, None)[0]
+    run = NodeRun(part.world, 0.4 * float(trace.bytes_.sum()), PRICE, HOLD_S)
+    run.take(rates, part.rows)
+    run.close()
+    return run
+
+
+def pieces(trace: Trace, rates: RateBlock, every: int) -> list[Piece]:
     out, tick = [], 0
     for first in range(0, len(trace), every):
         last = min(len(trace), first + every)
@@ -78,18 +87,14 @@ def pieces(trace: Trace, every: int) -> list[Piece]:
 
 
 @pytest.mark.parametrize("every", [1, 17, 10_000])
-def test_as_replay(trace: Trace, every: int) -> None:
+def test_as_replay(trace: Trace, rates: RateBlock, replayed: NodeRun, every: int) -> None:
     capacity = 0.4 * float(trace.bytes_.sum())
-    part = split_by_node(trace, 1, LINK, None)[0]
-    run = NodeRun(part.world, capacity, PRICE, HOLD_S)
-    run.take(score(trace), part.rows)
-    run.close()
-    log, chosen = run.log, run.chosen
+    log, chosen = replayed.log, replayed.chosen
     assert len(set(chosen)) > 1, "the log must make the Hedge choose"
     shadows = caches()
     serve(shadows, trace, capacity)
     live = []
-    for piece in pieces(trace, every):
+    for piece in pieces(trace, rates, every):
         live.append((piece[5], shadows.expert))
         shadows.advance(*piece)
     names = list(EXPERTS)
@@ -102,9 +107,9 @@ def test_as_replay(trace: Trace, every: int) -> None:
     assert log.slot[LIVE] >= 0
 
 
-def test_restored_caches_go_on_as_if_nothing_had_happened(trace: Trace) -> None:
+def test_restored_caches_go_on_as_if_nothing_had_happened(trace: Trace, rates: RateBlock) -> None:
     straight, first = caches(), caches()
-    parts = pieces(trace, 101)
+    parts = pieces(trace, rates, 101)
     for shadows in (straight, first):
         serve(shadows, trace, 8e9)
         for piece in parts[:5]:

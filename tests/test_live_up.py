@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launching import REAL
 from safetensors.numpy import load_file, save_file
 from waiting import eventually
 
@@ -40,6 +41,7 @@ class Running:
     process: subprocess.Popen[str] | None = None
     url: str = ""
     lines: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     @property
     def socket_path(self) -> Path:
@@ -48,9 +50,8 @@ class Running:
     def start(self) -> Running:
         with contextlib.ExitStack() as stack:
             log = stack.enter_context((self.folder / "log").open("a"))
-            self.process = subprocess.Popen(
-                [*COMMAND, "up", *self.arguments()], stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.folder
-            )
+            command, own = [*COMMAND, "up", *self.arguments()], os.environ | self.environment
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=self.folder, env=own)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert "is up at" in line, (self.folder / "log").read_text()
@@ -120,7 +121,6 @@ class Running:
         return [json.loads(line) for line in (self.folder / "log").read_text().splitlines() if line.startswith("{")]
 
 
-
 def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
@@ -137,8 +137,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file({"w": np.arange(6_000_000, dtype=np.float32)}, folder / "big" / "model.safetensors")
     done = cli("manifest", str(folder))
     assert done.returncode == 0, done.stderr
-    # The first rows that this installation ever meets compile its kernels, for all that come after.
-    first = Running(tmp_path_factory.mktemp("first"), folder).start()
+    # The first rows that this installation ever meets compile its kernels, for all that come after. It is started as ever.
+    first = Running(tmp_path_factory.mktemp("first"), folder, environment={REAL: "real"}).start()
     try:
         first.post_requests([{"model": "m0"}, {"model": "m1"}])
         eventually(lambda: first.counted(2), timeout_s=280.0)

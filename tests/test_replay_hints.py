@@ -112,7 +112,7 @@ def test_a_false_hint_is_held_for_its_own_time_and_given_up(trace: Trace, blocks
     precision=st.floats(0.05, 1.0), lead=st.floats(0.0, 600.0), ttl=st.floats(0.5, 3600.0), seed=st.integers(0, 99),
     ratio=st.floats(0.05, 1.2),
 )  # fmt: skip
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_hint_takes_more_than_there_is(
     trace: Trace, blocks: list[RateBlock], nodes: int, precision: float, lead: float, ttl: float, seed: int, ratio: float
 ) -> None:
