@@ -75,7 +75,11 @@ class FetchingNode:
         self.metrics = Metrics()
         self.store = weights_store_at(place)
         self.agent = Agent(options, self.state, self.clock, self.metrics, self.store)
-        self.agent.start()
+        try:
+            self.agent.start()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.agent.close()

@@ -57,7 +57,7 @@ class FolderWeights:
 
     def objects(self) -> list[StoredObject]:
         if not self._folder.is_dir():
-            raise UnavailableError(f"{self._folder} is not there; mount it, or name another store", retry_after_s=10.0)
+            raise UnavailableError(f"{self._folder} is not there; mount it, or name another store", retry_after_s=1.0)
         found = []
         for root, folders, names in os.walk(self._folder):
             folders[:] = sorted(name for name in folders if not name.startswith("."))

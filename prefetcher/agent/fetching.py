@@ -172,11 +172,12 @@ class Fetches:
     # --- threads ---
 
     def _run(self, run: _Run, key: WeightsKey) -> None:
-        slots = self.pulls.take(key)
         try:
-            event = self._waits(run, key, slots.missing) if slots.missing else self._fetch(run, key)
-        finally:
-            self.pulls.give_back(slots)
+            event = self._in_turn(run, key)
+        except Exception as exc:  # noqa: BLE001 - a fetch that ends without a word would stay on its way for ever
+            log().error("fetch_failed", model=key.model, reason=str(exc), exc_info=not isinstance(exc, OSError))
+            self._why[key] = ("fetch_failed", f"{key.model} can't be fetched: {exc}")
+            event = ev.LoadFailed(key, Tier.DISK, "fetch_failed")
         self._done[key] = run.done_bytes
         if isinstance(event, ev.WeightsLoaded | ev.WeightsEvicted):
             self._forget(key)
@@ -187,6 +188,13 @@ class Fetches:
                 self.metrics.fetch_time.observe(self.clock.steady_s() - run.started_s)
         self._runs.pop(key, None)
         self.post(event)
+
+    def _in_turn(self, run: _Run, key: WeightsKey) -> ev.Event:
+        slots = self.pulls.take(key)
+        try:
+            return self._waits(run, key, slots.missing) if slots.missing else self._fetch(run, key)
+        finally:
+            self.pulls.give_back(slots)
 
     def _waits(self, run: _Run, key: WeightsKey, missing: str) -> ev.Event:
         if run.control.cancelled:
@@ -229,10 +237,6 @@ class Fetches:
             return ev.WeightsEvicted(key, Tier.DISK, taken_bytes)
         except PrefetcherError as exc:
             return self._failed(key, exc)
-        except Exception as exc:  # noqa: BLE001 - a fetch that ends without a word would stay on its way for ever
-            log().error("fetch_failed", model=key.model, reason=str(exc), exc_info=not isinstance(exc, OSError))
-            self._why[key] = ("fetch_failed", f"{key.model} can't be fetched: {exc}")
-            return ev.LoadFailed(key, Tier.DISK, "fetch_failed")
         log().info("fetched", model=key.model, bytes=result.fetched_bytes, kept_bytes=result.kept_bytes, failures=result.failures)
         self.post(lambda: self.fetched(source))
         return ev.WeightsLoaded(key, Tier.DISK)

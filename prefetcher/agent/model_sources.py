@@ -112,7 +112,7 @@ class ModelSources:
                 store_due_s = self._real_s() + self._look_s()
             try:
                 found = self.look(at_store=at_store)
-            except WeightsError as exc:
+            except (WeightsError, OSError) as exc:
                 log().warning("models_folder_unreadable", reason=str(exc))
                 continue
             post(lambda found=found: take(found))  # type: ignore[misc]
