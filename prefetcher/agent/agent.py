@@ -112,9 +112,7 @@ class Agent:
     can't.
     """
 
-    def __init__(
-        self, options: AgentOptions, state: StateStore, clock: Clock, metrics: Metrics, store: WeightsStore | None = None
-    ) -> None:
+    def __init__(self, options: AgentOptions, state: StateStore, clock: Clock, metrics: Metrics, store: WeightsStore | None = None) -> None:
         self._options = options
         self._state = state
         self._clock = clock
