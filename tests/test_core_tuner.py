@@ -196,9 +196,9 @@ def test_without_a_budget_or_within_it_what_waits_least_wins(budget: float | Non
 
 @pytest.mark.parametrize("bursts", [False, True])
 @pytest.mark.parametrize("start", [DEFAULT_WINDOW, EARLY])
-@pytest.mark.parametrize(("budget", "most_s"), [(24 * 3.5, 92.5), (24 * 2.5, 93.0), (24 * 1.2, 96.0), (1.0, 100.0)])
+@pytest.mark.parametrize(("budget", "most_s"), [(24 * 3.5, 91.2), (24 * 2.5, 92.0), (24 * 1.2, 96.0), (1.0, 100.0)])
 def test_a_waste_budget_is_kept_at_little_waiting(budget: float, most_s: float, start: Window, bursts: bool) -> None:
-    """The windows that would keep a budget every hour wait 92, 92, 95 and 100 s; in bursts, more."""
+    """The windows that would keep a budget every hour wait 92, 92, 95 and 100 s: what was saved is spent. In bursts they wait more."""
     _, waited, wasted = with_budget(budget, start, bursts=bursts)
     assert wasted <= budget
     assert waited <= (100.0 if bursts else most_s)

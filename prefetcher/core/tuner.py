@@ -58,8 +58,8 @@ CANDIDATES: tuple[Window, ...] = (
 )
 #: The dual price is looked for between these, seconds per GB·h of waste, in steps of a tenth.
 _DUAL_PRICES = np.concatenate([[0.0], np.geomspace(1e-4, 1e4, 194)])
-#: The budget aimed at, as a share of what was asked for; what was wasted beyond it is saved again over so many days. On the first halves of
-#: three logs every budget was kept with these.
+#: The budget aimed at, as a share of what was asked for; what was wasted beyond it is saved again over so many days, what was saved may be
+#: spent. With these nearly every budget was kept on the first halves of three logs.
 _AIM = 0.9
 _REPAID_DAYS = 2.0
 #: What wastes too much stands for so long at least.
