@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -196,6 +197,64 @@ def test_loads_give_way_as_in_a_plain_simulation() -> None:
     assert node.log.wait_s[0] == pytest.approx(expected, abs=1e-6)
     assert [m for m, _, _ in node.segments()] == order
     assert len(order) > len(set(order)), "some gave way"
+
+
+PARTS = replace(YIELDS, parts=True)
+
+
+def held(node: Node) -> list[tuple[int, float, float, float]]:
+    """(model, from, until, GB) in the order of their beginnings."""
+    events = node.log.residency[: node.log.filled[0]]
+    return sorted(
+        ((int(r["model"]), float(r["start_s"]), float(r["end_s"]), float(r["bytes"]) / 1e9) for r in events), key=lambda r: r[1:3]
+    )
+
+
+def in_blocks_gb(gb: float) -> float:
+    return float(np.floor(gb * 1e9 / BLOCK_BYTES)) * BLOCK_BYTES / 1e9
+
+
+def test_a_victim_keeps_what_its_room_is_not_needed_for_and_later_loads_the_rest() -> None:
+    node = Node([(10.0, A), (100.0, B), (101.0, B), (300.0, A), (301.0, A)], [40.0, 10.0], 45.0, policies=(PARTS,)).run()
+    a, b = in_blocks_gb(35.0), in_blocks_gb(5.0)
+    assert held(node) == [
+        (A, 10.0, 100.0, 40.0),
+        (A, 100.0, 300.0, pytest.approx(a)),
+        (B, 100.0, 300.0, 10.0),
+        (A, 300.0, 7200.0, 40.0),
+        (B, 300.0, 7200.0, pytest.approx(b)),
+    ]
+    rest_s = 40.0 - a
+    assert node.segments() == [(A, 10.0, 50.0), (B, 100.0, 110.0), (A, 300.0, pytest.approx(300.0 + rest_s))]
+    assert node.log.wait_s[0, 3:] == pytest.approx([rest_s, rest_s - 1.0])
+    assert node.found()[3:] == [Found.ABSENT, Found.MOVING]
+
+
+def test_a_part_stays_a_part_where_its_model_is_served_uncached() -> None:
+    """A is not worth what it would displace: its rows wait for all of it, from below."""
+    rows = [(10.0, A), *[(100.0 + i, B) for i in range(400)], (600.0, A)]
+    node = Node(rows, [40.0, 10.0], 45.0, policies=(PARTS,)).run()
+    assert node.log.wait_s[0, -1] == 40.0
+    assert (A, 100.0, 7200.0, pytest.approx(in_blocks_gb(35.0))) in held(node)
+
+
+def test_with_parts_no_byte_is_held_twice_nor_too_many() -> None:
+    rng = np.random.default_rng(9)
+    gb = rng.choice([0.05, 0.5, 3.0, 14.0, 40.0], 30).tolist()
+    weights = rng.pareto(1.0, 30) + 0.1
+    ts = np.sort(rng.uniform(0.0, 7000.0, 2000))
+    rows = [(float(t), int(m)) for t, m in zip(ts, rng.choice(30, 2000, p=weights / weights.sum()), strict=True)]
+    rates = {m: (60.0, float(weights[m] / weights.sum() * 0.3)) for m in range(30)}
+    node = Node(rows, gb, 60.0, rates, (replace(FETCH, yields=True, parts=True, price_per_byte_s=0.0),)).run()
+    spans = held(node)
+    assert any(gb_held < gb[m] for m, _, _, gb_held in spans), "there were parts"
+    edges = sorted([(start, g) for _, start, _, g in spans] + [(end, -g) for _, _, end, g in spans], key=lambda edge: (edge[0], edge[1]))
+    assert max(np.cumsum([g for _, g in edges])) <= 60.0 + 1e-9
+    for m in range(30):
+        mine = [(start, end) for model, start, end, _ in spans if model == m]
+        assert all(before[1] <= after[0] for before, after in pairwise(mine))
+    assert np.isfinite(node.log.wait_s).all()
+    assert (node.log.wait_s >= 0.0).all()
 
 
 def test_a_paused_prefetch_goes_before_any_victim() -> None:

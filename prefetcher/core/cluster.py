@@ -48,7 +48,7 @@ COPY = np.dtype(
     [
         ("left_s", "f8"), ("taken_s", "f8"), ("ready_s", "f8"), ("load_end_s", "f8"), ("prefetched", "?"), ("unused", "?"), ("order", "i8"),
         ("expiry_s", "f8"), ("priority", "f8"), ("older", "i8"), ("newer", "i8"), ("visited", "?"), ("last_order", "i8"),
-        ("refused_after_s", "f8"),
+        ("refused_after_s", "f8"), ("held_bytes", "f8"),
     ]
 )  # fmt: skip
 #: Rows of one model on one node: those that wait, at which edge they do, and what the node saw of it.
@@ -79,9 +79,11 @@ class ClusterWorld(NamedTuple):
     next_ts: npt.NDArray[np.float64]  #: float64[N], the next row of the same model (by slot: on the same node), inf where none
     first_ts: npt.NDArray[np.float64]  #: float64[columns], likewise before the first row
     home: npt.NDArray[np.int32]  #: int32[n], each model's node by rendezvous hashing
+    rank: npt.NDArray[np.int64]  #: int64[n, nodes], the place of each node in each model's order by rendezvous hashing
     nodes: int
     shared: bool  #: whether edge 0 is one link for all nodes
     by_slot: bool  #: demand is known by slot, and rows go to the model's home; else by model, and rows are placed
+    parts_tier: int  #: in which victims may keep a part (`Policy.parts`)
     apart: bool  #: copies on other nodes don't serve a node's rows: rows name their node, or go to their model's home
     t0_s: float
     t1_s: float

@@ -12,16 +12,32 @@ from prefetcher.core.cluster import ClusterCaches, ClusterWorld
 from prefetcher.core.cluster_ranking import key_of, protected, sieve_leave, sieve_next
 from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand
-from prefetcher.core.node import ABSENT, CANCELLED, DISPLACED, LOADING, OPEN, PREFETCH, PREFETCHING, READY, USELESS, EventLog, Hazard, Rank
+from prefetcher.core.node import (
+    ABSENT,
+    CANCELLED,
+    DISPLACED,
+    LOADING,
+    OPEN,
+    PART,
+    PREFETCH,
+    PREFETCHING,
+    READY,
+    USELESS,
+    EventLog,
+    Hazard,
+    Rank,
+)
 from prefetcher.core.node_memory import victims_in_order
-from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.planner import choose_parts, choose_victims, outbids
 
 __all__ = [
     "evict",
+    "evictable",
+    "give_back",
     "hold_time",
     "link_of",
     "make_room",
-    "ready_models",
+    "rest",
     "set_expiry",
     "start_transfer",
     "sweep_expired",
@@ -49,13 +65,45 @@ def hold_time(e: int, now_s: float, caches: ClusterCaches) -> None:
 
 
 @kernel_part
-def take_memory(e: int, tier: int, slot: int, now_s: float, prefetched: bool, world: ClusterWorld, caches: ClusterCaches) -> None:
-    hold_time(e, now_s, caches)
-    models = len(world.size_bytes)
-    size = world.size_bytes[slot % models]
+def _hold(e: int, tier: int, slot: int, held: float, world: ClusterWorld, caches: ClusterCaches) -> None:
+    """From now on a copy takes `held` bytes of its tier."""
     copy = caches.copy[e, tier, slot]
-    caches.tier[e, tier, slot // models].used += size
-    caches.cache[e].cost_per_s += size * caches.price[e, tier]
+    caches.tier[e, tier, slot // len(world.size_bytes)].used += held - copy.held_bytes
+    caches.cache[e].cost_per_s += (held - copy.held_bytes) * caches.price[e, tier]
+    copy.held_bytes = held
+
+
+@kernel_part
+def _log_residency(e: int, tier: int, slot: int, end_s: float, world: ClusterWorld, caches: ClusterCaches, log: EventLog) -> None:
+    if log.slot[e] < 0:
+        return
+    models = len(world.size_bytes)
+    copy = caches.copy[e, tier, slot]
+    event = log.residency[log.filled[0]]
+    log.filled[0] += 1
+    event.cache = e
+    event.node = slot // models
+    event.tier = tier
+    event.model = slot % models
+    event.start_s = copy.taken_s
+    event.ready_s = copy.ready_s
+    event.last_use_s = np.nan if copy.unused or np.isnan(copy.ready_s) else max(caches.seen[e, slot].last_row_s, copy.ready_s)
+    event.end_s = end_s
+    event.prefetch = copy.prefetched
+    event.order = copy.order
+    event.bytes = copy.held_bytes
+
+
+@kernel_part
+def take_memory(
+    e: int, tier: int, slot: int, now_s: float, prefetched: bool, world: ClusterWorld, caches: ClusterCaches, log: EventLog
+) -> None:
+    """Takes all the memory of a copy that holds none, or the rest of it."""
+    hold_time(e, now_s, caches)
+    copy = caches.copy[e, tier, slot]
+    if copy.held_bytes > 0.0:
+        _log_residency(e, tier, slot, now_s, world, caches, log)
+    _hold(e, tier, slot, world.size_bytes[slot % len(world.size_bytes)], world, caches)
     copy.taken_s = now_s
     copy.ready_s = np.nan
     copy.prefetched = prefetched
@@ -63,12 +111,28 @@ def take_memory(e: int, tier: int, slot: int, now_s: float, prefetched: bool, wo
 
 
 @kernel_part
+def rest(e: int, tier: int, slot: int, world: ClusterWorld, caches: ClusterCaches) -> None:
+    """A copy that is on no link and not ready: absent, or a part of it is there."""
+    model = slot % len(world.size_bytes)
+    copy = caches.copy[e, tier, slot]
+    caches.status[e, tier, slot] = PART if copy.held_bytes > 0.0 else ABSENT
+    copy.left_s = world.link_s[tier, model] * (1.0 - copy.held_bytes / world.size_bytes[model])
+
+
+@kernel_part
 def evict(e: int, tier: int, slot: int, at_s: float, outcome: int, world: ClusterWorld, caches: ClusterCaches, log: EventLog) -> None:
-    """Frees a resident or partial model; `outcome` is what an unused prefetch ends as."""
+    """Frees all that a copy holds; `outcome` is what an unused prefetch ends as."""
+    give_back(e, tier, slot, at_s, outcome, 0.0, world, caches, log)
+
+
+@kernel_part
+def give_back(
+    e: int, tier: int, slot: int, at_s: float, outcome: int, kept: float, world: ClusterWorld, caches: ClusterCaches, log: EventLog
+) -> None:
+    """Frees what a copy holds, but for its first `kept` bytes; `outcome` is what an unused prefetch ends as."""
     hold_time(e, at_s, caches)
     models = len(world.size_bytes)
     node, model = slot // models, slot % models
-    size = world.size_bytes[model]
     status = caches.status[e, tier, slot]
     copy = caches.copy[e, tier, slot]
     if status == READY:
@@ -77,8 +141,6 @@ def evict(e: int, tier: int, slot: int, at_s: float, outcome: int, world: Cluste
             sieve_leave(e, tier, node, slot, caches)
     elif status == PREFETCH:
         caches.claims[e, model] -= 1
-    caches.tier[e, tier, node].used -= size
-    caches.cache[e].cost_per_s -= size * caches.price[e, tier]
     if copy.order >= 0:
         order = log.orders[copy.order]
         order.end_s = at_s
@@ -86,22 +148,13 @@ def evict(e: int, tier: int, slot: int, at_s: float, outcome: int, world: Cluste
             order.outcome = outcome
             if outcome != CANCELLED:
                 copy.refused_after_s = at_s
-    if log.slot[e] >= 0:
-        event = log.residency[log.filled[0]]
-        log.filled[0] += 1
-        event.cache = e
-        event.node = node
-        event.tier = tier
-        event.model = model
-        event.start_s = copy.taken_s
-        event.ready_s = copy.ready_s
-        event.last_use_s = np.nan if copy.unused or np.isnan(copy.ready_s) else max(caches.seen[e, slot].last_row_s, copy.ready_s)
-        event.end_s = at_s
-        event.prefetch = copy.prefetched
-        event.order = copy.order
-    caches.status[e, tier, slot] = ABSENT
-    copy.left_s = world.link_s[tier, model]
+    _log_residency(e, tier, slot, at_s, world, caches, log)
+    _hold(e, tier, slot, kept, world, caches)
+    rest(e, tier, slot, world, caches)
+    copy.taken_s = at_s
+    copy.ready_s = np.nan
     copy.order = -1
+    copy.prefetched = False
     copy.unused = False
     copy.expiry_s = np.inf
     link = caches.link[e, tier, link_of(tier, node, world)]
@@ -141,20 +194,21 @@ def sweep_priced(
     """Gives back the weights of a tier whose bytes are worth less than their price there."""
     variant = caches.policy[e].variant
     price = caches.price[e, tier]
-    for slot in ready_models(e, tier, node, -1, world, caches):
+    for slot in evictable(e, tier, node, -1, world, caches):
         if key_of(e, tier, node, int(slot) % len(world.size_bytes), variant, True, now_s, world, demand, hazard, caches) < price:
             evict(e, tier, int(slot), now_s, USELESS, world, caches, log)
 
 
 @kernel_part
-def ready_models(e: int, tier: int, node: int, but: int, world: ClusterWorld, caches: ClusterCaches) -> npt.NDArray[np.int64]:
-    """Slots of a node's tier that may make room: ready, and not being read."""
+def evictable(e: int, tier: int, node: int, but: int, world: ClusterWorld, caches: ClusterCaches) -> npt.NDArray[np.int64]:
+    """Slots of a node's tier that may make room: ready and not being read, and parts that nobody waits for."""
     models = len(world.size_bytes)
     out = np.empty(models, np.int64)
     number = 0
     status = caches.status[e, tier]
     for slot in range(node * models, (node + 1) * models):
-        if status[slot] == READY and slot != but and not protected(e, tier, slot, caches):
+        idle = status[slot] == PART or (status[slot] == READY and not protected(e, tier, slot, caches))
+        if idle and slot != but:
             out[number] = slot
             number += 1
     return out[:number]
@@ -167,7 +221,7 @@ def _make_room_by_hand(
     """SIEVE: victims one by one, where the residents hold enough at all."""
     models = len(world.size_bytes)
     held = 0.0
-    for slot in ready_models(e, tier, node, -1, world, caches):
+    for slot in evictable(e, tier, node, -1, world, caches):
         held += world.size_bytes[slot % models]
     if held < need:
         return False
@@ -188,9 +242,9 @@ def make_room(
     models = len(world.size_bytes)
     node, model = slot // models, slot % models
     here = caches.tier[e, tier, node]
-    size = world.size_bytes[model]
-    if size > here.capacity:
+    if world.size_bytes[model] > here.capacity:
         return False
+    size = world.size_bytes[model] - caches.copy[e, tier, slot].held_bytes
     sweep_expired(e, tier, node, now_s, world, caches, log)
     entrant = 0.0
     if policy.load_aware or policy.bypass:
@@ -206,15 +260,18 @@ def make_room(
         return True
     if policy.rank == SIEVE:
         return _make_room_by_hand(e, tier, node, need, now_s, world, caches, log)
-    slots = ready_models(e, tier, node, slot, world, caches)
+    slots = evictable(e, tier, node, slot, world, caches)
     key = np.empty(len(slots))
     sizes = np.empty(len(slots))
     for c in range(len(slots)):
         resident = int(slots[c]) % models
         key[c] = key_of(e, tier, node, resident, policy.variant, True, now_s, world, demand, hazard, caches)
-        sizes[c] = world.size_bytes[resident]
+        sizes[c] = caches.copy[e, tier, slots[c]].held_bytes
     candidates = np.arange(len(slots))
-    if policy.as_set:
+    kept = 0.0
+    if policy.parts and tier == world.parts_tier:
+        victims, suffice, kept = choose_parts(key, sizes, candidates, need)
+    elif policy.as_set:
         victims, suffice = choose_victims(key, sizes, candidates, need)
     else:
         victims, suffice = victims_in_order(key, sizes, candidates, need)
@@ -226,12 +283,12 @@ def make_room(
             value += key[c] * sizes[c]
             room += sizes[c]
         here.worth += WORTH_WEIGHT * (value / room - here.worth)
-    if policy.bypass and not outbids(entrant, size, key, sizes, victims):
+    if policy.bypass and not outbids(entrant, size, key, sizes, victims, kept):
         return False
     for c in victims:
         if policy.rank == GDSF:
             here.clock = caches.copy[e, tier, slots[c]].priority
-        evict(e, tier, int(slots[c]), now_s, DISPLACED, world, caches, log)
+        give_back(e, tier, int(slots[c]), now_s, DISPLACED, kept if c == victims[-1] else 0.0, world, caches, log)
     return True
 
 

@@ -11,13 +11,13 @@ import math
 import numpy as np
 
 from prefetcher.core.cluster import ClusterCaches, ClusterWorld
-from prefetcher.core.cluster_memory import evict, link_of, ready_models, start_transfer, take_memory
+from prefetcher.core.cluster_memory import evict, evictable, give_back, link_of, start_transfer, take_memory
 from prefetcher.core.cluster_ranking import column_of, covered, key_of, key_of_rate, rate_of
 from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand
-from prefetcher.core.node import ABSENT, CANCELLED, DISPLACED, OPEN, PREFETCH, PREFETCHING, READY, EventLog, Hazard
+from prefetcher.core.node import ABSENT, CANCELLED, DISPLACED, OPEN, PART, PREFETCH, PREFETCHING, READY, EventLog, Hazard
 from prefetcher.core.node_prefetch import BUSY_TAU_S, CANDIDATES, RESUME_BONUS, SECOND_CHANCE
-from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.planner import choose_parts, choose_victims, outbids
 from prefetcher.core.value import MOST_HOLDS, load_discount
 
 __all__ = ["prefetch_by_index", "stay_on"]
@@ -31,7 +31,7 @@ def _issue(e: int, tier: int, slot: int, now_s: float, world: ClusterWorld, cach
     if link.partial >= 0 and link.partial != slot:
         evict(e, tier, link.partial, now_s, CANCELLED, world, caches, log)
     if link.partial != slot:
-        take_memory(e, tier, slot, now_s, True, world, caches)
+        take_memory(e, tier, slot, now_s, True, world, caches, log)
         number = log.filled[2]
         log.filled[2] += 1
         order = log.orders[number]
@@ -61,7 +61,9 @@ def _score(
     rate = rate_of(e, node, model, caches.policy[e].prefetch_variant, now_s, world, demand, hazard, caches)
     if rate <= 0.0:
         return 0.0
-    return key_of_rate(e, tier, node, model, rate, False, now_s, world, demand, caches) * load_discount(rate, world.link_s[tier, model])
+    slot = node * len(world.size_bytes) + model
+    load_s = caches.copy[e, tier, slot].left_s if caches.status[e, tier, slot] == PART else world.link_s[tier, model]
+    return key_of_rate(e, tier, node, model, rate, False, now_s, world, demand, caches) * load_discount(rate, load_s)
 
 
 @kernel_part
@@ -82,7 +84,8 @@ def prefetch_by_index(
     for m in range(models):
         slot = node * models + m
         own = status[slot] == PREFETCH and link.partial == slot
-        if (status[slot] != ABSENT and not own) or world.size_bytes[m] > here.capacity or demand.rows[column_of(node, m, world)] == 0:
+        there = status[slot] != ABSENT and status[slot] != PART
+        if (there and not own) or world.size_bytes[m] > here.capacity or demand.rows[column_of(node, m, world)] == 0:
             continue
         if caches.claims[e, m] > int(own) or (tier > 0 and caches.status[e, tier - 1, slot] != READY):
             continue
@@ -117,21 +120,26 @@ def prefetch_by_index(
         if slot == link.partial:
             _issue(e, tier, slot, now_s, world, caches, log)
             return
-        size = world.size_bytes[slot % models]
+        size = world.size_bytes[slot % models] - caches.copy[e, tier, slot].held_bytes
+        kept = 0.0
         need = here.used - partial_bytes + size - here.capacity
         victims = residents[:0]
         if need > 0.0:
             if not looked:
                 looked = True
-                residents = ready_models(e, tier, node, -1, world, caches)
+                residents = evictable(e, tier, node, -1, world, caches)
                 key = np.empty(len(residents))
                 sizes = np.empty(len(residents))
                 for c in range(len(residents)):
                     m = int(residents[c]) % models
                     key[c] = key_of(e, tier, node, m, policy.prefetch_variant, False, now_s, world, demand, hazard, caches)
-                    sizes[c] = world.size_bytes[m]
-            victims, suffice = choose_victims(key, sizes, np.arange(len(residents)), need)
-            if not suffice or not outbids(score[place] / policy.margin, size, key, sizes, victims):
+                    sizes[c] = caches.copy[e, tier, residents[c]].held_bytes
+            others = np.flatnonzero(residents != slot)
+            if policy.parts and tier == world.parts_tier:
+                victims, suffice, kept = choose_parts(key, sizes, others, need)
+            else:
+                victims, suffice = choose_victims(key, sizes, others, need)
+            if not suffice or not outbids(score[place] / policy.margin, size, key, sizes, victims, kept):
                 continue
             highest = 0.0
             for c in victims:
@@ -139,7 +147,7 @@ def prefetch_by_index(
             if score[place] <= policy.margin * highest:
                 continue
         for c in victims:
-            evict(e, tier, int(residents[c]), now_s, DISPLACED, world, caches, log)
+            give_back(e, tier, int(residents[c]), now_s, DISPLACED, kept if c == victims[-1] else 0.0, world, caches, log)
         caches.copy[e, tier, slot].priority = score[place]
         _issue(e, tier, slot, now_s, world, caches, log)
         return

@@ -17,6 +17,7 @@ from prefetcher.core.cluster_memory import (
     hold_time,
     link_of,
     make_room,
+    rest,
     set_expiry,
     start_transfer,
     sweep_expired,
@@ -29,13 +30,14 @@ from prefetcher.core.cluster_routing import choose_node
 from prefetcher.core.compiled import kernel, kernel_part
 from prefetcher.core.demand import Demand, observe
 from prefetcher.core.node import (
-    ABSENT,
     DEMAND,
     HELD,
     IDLE,
     LATE,
     LOADING,
     OPEN,
+    PART,
+    PART_QUEUED,
     PAUSING,
     PREFETCH,
     PREFETCHING,
@@ -150,6 +152,8 @@ def _put_in_queue(e: int, tier: int, slot: int, status: int, world: ClusterWorld
 @kernel_part
 def _enqueue(e: int, tier: int, slot: int, status: int, now_s: float, world: ClusterWorld, caches: ClusterCaches) -> None:
     """A demanded model comes to the link into `tier`, and waits for it."""
+    if caches.status[e, tier, slot] == PART:
+        status = PART_QUEUED
     _put_in_queue(e, tier, slot, status, world, caches)
     seen = caches.seen[e, slot]
     seen.stage = tier
@@ -191,12 +195,12 @@ def _end_transfer(e: int, tier: int, number: int, world: ClusterWorld, demand: D
         if use == YIELDING:
             _put_in_queue(e, tier, slot, YIELDED, world, caches)
         return slot
-    copy.left_s = world.link_s[tier, model]
     copy.load_end_s = now_s
     if use == UNCACHED:
-        caches.status[e, tier, slot] = ABSENT
+        rest(e, tier, slot, world, caches)
         _go_on(e, tier, slot, now_s, world, caches, log)
         return slot
+    copy.left_s = world.link_s[tier, model]
     caches.status[e, tier, slot] = READY
     caches.ready[e, tier, model] += 1
     copy.ready_s = now_s
@@ -247,9 +251,10 @@ def _start_demand(
     if caches.status[e, tier, slot] == HELD:
         start_transfer(e, tier, slot, DEMAND, now_s, world, caches)
     elif make_room(e, tier, slot, now_s, world, demand, hazard, caches, log):
-        take_memory(e, tier, slot, now_s, False, world, caches)
+        take_memory(e, tier, slot, now_s, False, world, caches, log)
         start_transfer(e, tier, slot, DEMAND, now_s, world, caches)
     else:
+        caches.copy[e, tier, slot].left_s = world.link_s[tier, slot % len(world.size_bytes)]
         start_transfer(e, tier, slot, UNCACHED, now_s, world, caches)
 
 
@@ -499,6 +504,6 @@ def close_cluster(until_s: float, world: ClusterWorld, caches: ClusterCaches, lo
                     return False
                 sweep_expired(e, tier, node, until_s, world, caches, log)
                 for slot in range(node * models, (node + 1) * models):
-                    if caches.status[e, tier, slot] == READY or caches.status[e, tier, slot] == PREFETCH:
+                    if caches.status[e, tier, slot] in (READY, PREFETCH, PART):
                         evict(e, tier, slot, max(until_s, caches.copy[e, tier, slot].taken_s), OPEN, world, caches, log)
     return True

@@ -49,7 +49,7 @@ STAYS_AT = 0.75
 #: How many times the value that it displaces a prefetch must be worth: less moves and wastes more, and saves no more.
 MARGIN = 2.0
 
-_OURS = Policy(Rank.HAZARD, yields=True, load_aware=True)
+_OURS = Policy(Rank.HAZARD, yields=True, parts=True, load_aware=True)
 _FETCH = replace(_OURS, prefetch=PrefetchRule.INDEX, margin=MARGIN, stays_at=STAYS_AT)
 _MIX = replace(_FETCH, rank=Rank.HAZARD_MIX)
 

@@ -76,6 +76,8 @@ class Status(IntEnum):
     PREFETCH = 4  #: prefetch, on the link or paused with its memory
     HELD = 5  #: a paused prefetch that demand joined: queued with its memory
     YIELDED = 6  #: a demand load that gave way: queued again, with its memory and what it has read
+    PART = 7  #: the rest made room, and nobody waits for it
+    PART_QUEUED = 8  #: demand, waits for the link, holds a part of its memory
 
 
 class LinkUse(IntEnum):
@@ -99,7 +101,7 @@ class Found(IntEnum):
 
 
 # The same codes as plain integers, for kernels.
-ABSENT, QUEUED, LOADING, READY, PREFETCH, HELD, YIELDED = (int(s) for s in Status)
+ABSENT, QUEUED, LOADING, READY, PREFETCH, HELD, YIELDED, PART, PART_QUEUED = (int(s) for s in Status)
 IDLE, DEMAND, UNCACHED, PREFETCHING, PAUSING, YIELDING = (int(u) for u in LinkUse)
 
 
@@ -107,17 +109,19 @@ IDLE, DEMAND, UNCACHED, PREFETCHING, PAUSING, YIELDING = (int(u) for u in LinkUs
 class Policy:
     """One policy, in words. `tau` and `variant` are column numbers in `Demand.taus_s` and `Hazard`.
 
-    `yields`: a demand load that takes memory gives way, at its block's end, to one that goes before it in Smith's order (`smith`).
-    `load_aware`: cost counts queue wait, joiners and those who wait for the link. `margin`: how many times the displaced value a prefetch
-    must be worth. `hold_s`: how long an unused prefetch stays of a model that no window bounds (`Caches.windows`). `busy_ratio`: link use
-    over ten minutes above which nothing is prefetched but what is hinted. `hints`: it is told of hints, and fetches for them also where it
-    would not prefetch. `stays_at`: an unused prefetch stays beyond its hold, at most `value.MOST_HOLDS` of them, while its score is at
-    least so many times that at which it was fetched. Seconds and bytes throughout.
+    `yields`: a demand load that takes memory gives way, at its block's end, to one that goes before it in Smith's order (`smith`). `parts`:
+    the last victim keeps what the room does not need. `load_aware`: cost counts queue wait, joiners and those who wait for the
+    link. `margin`: how many times the displaced value a prefetch must be worth. `hold_s`: how long an unused prefetch stays of a model that
+    no window bounds (`Caches.windows`). `busy_ratio`: link use over ten minutes above which nothing is prefetched but what is hinted.
+    `hints`: it is told of hints, and fetches for them also where it would not prefetch. `stays_at`: an unused prefetch stays beyond its
+    hold, at most `value.MOST_HOLDS` of them, while its score is at least so many times that at which it was fetched. Seconds and bytes
+    throughout.
     """
 
     rank: Rank
     smith: bool = True
     yields: bool = False
+    parts: bool = False
     as_set: bool = True
     bypass: bool = True
     load_aware: bool = False
@@ -140,7 +144,7 @@ POLICY = np.dtype(
         ("rank", "i8"), ("smith", "?"), ("as_set", "?"), ("bypass", "?"), ("load_aware", "?"), ("tau", "i8"), ("variant", "i8"),
         ("prefetch", "i8"), ("prefetch_variant", "i8"), ("margin", "f8"), ("busy_ratio", "f8"), ("hold_s", "f8"),
         ("keep_alive_s", "f8"), ("idle_windows", "?"), ("price", "f8"), ("hints", "?"),
-        ("stays_at", "f8"), ("yields", "?"),
+        ("stays_at", "f8"), ("yields", "?"), ("parts", "?"),
     ]
 )  # fmt: skip
 
@@ -166,6 +170,7 @@ WEIGHTS = np.dtype(
         ("priority", "f8"), ("others", "f8"), ("loads", "f8"), ("older", "i8"), ("newer", "i8"), ("visited", "?"),
         ("idle_count", "f8"), ("idle_outside", "f8"), ("warm_s", "f8"), ("tail_s", "f8"), ("last_use_s", "f8"),
         ("last_order", "i8"), ("refused_after_s", "f8"), ("wait_head", "i8"),
+        ("held_bytes", "f8"),  # memory that it takes
     ]
 )  # fmt: skip
 
@@ -176,7 +181,7 @@ WINDOW = np.dtype([("lead_s", "f8"), ("hold_s", "f8"), ("variant", "i8")])
 RESIDENCY_EVENT = np.dtype(
     [
         ("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("ready_s", "f8"), ("last_use_s", "f8"), ("end_s", "f8"),
-        ("prefetch", "?"), ("order", "i8"),
+        ("prefetch", "?"), ("order", "i8"), ("bytes", "f8"),
     ]
 )  # fmt: skip
 TRANSFER_EVENT = np.dtype([("cache", "i8"), ("model", "i8"), ("start_s", "f8"), ("end_s", "f8"), ("prefetch", "?"), ("order", "i8")])
@@ -268,7 +273,7 @@ def set_policy(record: np.void, policy: Policy) -> None:
     record["price"] = policy.price_per_byte_s
     for name in (
         "smith", "as_set", "bypass", "load_aware", "tau", "variant", "prefetch_variant", "margin", "busy_ratio", "hold_s",
-        "keep_alive_s", "idle_windows", "hints", "stays_at", "yields",
+        "keep_alive_s", "idle_windows", "hints", "stays_at", "yields", "parts",
     ):  # fmt: skip
         record[name] = getattr(policy, name)
 

@@ -1,7 +1,7 @@
 """Memory and link of one cache of a node without bytes: taking memory, giving it back, finding room, starting a transfer.
 
-What happens to an unused prefetch and to the event log when weights go is here too, since every way of going ends in `evict`. Who is loaded
-is in `core.node_steps` (demand) and `core.node_prefetch`.
+What happens to an unused prefetch and to the event log when weights go is here too, since every way of going ends in `give_back`. Who
+is loaded is in `core.node_steps` (demand) and `core.node_prefetch`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from prefetcher.core.node import (
     DISPLACED,
     LOADING,
     OPEN,
+    PART,
     PREFETCH,
     PREFETCHING,
     READY,
@@ -27,13 +28,15 @@ from prefetcher.core.node import (
     Rank,
     World,
 )
-from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.planner import choose_parts, choose_victims, outbids
 from prefetcher.core.ranking import key_of, sieve_leave, sieve_next
 
 __all__ = [
     "evict",
+    "evictable",
+    "give_back",
     "make_room",
-    "ready_models",
+    "rest",
     "set_expiry",
     "start_transfer",
     "sweep_expired",
@@ -54,27 +57,65 @@ def _hold_time(e: int, now_s: float, caches: Caches) -> None:
 
 
 @kernel_part
-def take_memory(e: int, model: int, now_s: float, prefetched: bool, world: World, caches: Caches) -> None:
+def _log_residency(e: int, model: int, end_s: float, demand: Demand, caches: Caches, log: EventLog) -> None:
+    if log.slot[e] < 0:
+        return
+    w = caches.weights[e][model]
+    event = log.residency[log.filled[0]]
+    log.filled[0] += 1
+    event.cache = e
+    event.model = model
+    event.start_s = w.taken_s
+    event.ready_s = w.ready_s
+    event.last_use_s = np.nan if w.unused or np.isnan(w.ready_s) else max(demand.last_s[model], w.ready_s)
+    event.end_s = end_s
+    event.prefetch = w.prefetched
+    event.order = w.order
+    event.bytes = w.held_bytes
+
+
+@kernel_part
+def take_memory(e: int, model: int, now_s: float, prefetched: bool, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
+    """Takes all the memory of a model that holds none, or the rest of it."""
     _hold_time(e, now_s, caches)
-    weights = caches.weights[e]
-    caches.cache[e].used += world.size_bytes[model]
-    weights[model].taken_s = now_s
-    weights[model].ready_s = np.nan
-    weights[model].prefetched = prefetched
-    weights[model].unused = prefetched
+    w = caches.weights[e][model]
+    if w.held_bytes > 0.0:
+        _log_residency(e, model, now_s, demand, caches, log)
+    caches.cache[e].used += world.size_bytes[model] - w.held_bytes
+    w.held_bytes = world.size_bytes[model]
+    w.taken_s = now_s
+    w.ready_s = np.nan
+    w.prefetched = prefetched
+    w.unused = prefetched
+
+
+@kernel_part
+def rest(e: int, model: int, world: World, caches: Caches) -> None:
+    """A model that is on no link and not ready: absent, or a part of it is there."""
+    w = caches.weights[e][model]
+    w.status = PART if w.held_bytes > 0.0 else ABSENT
+    w.left_s = world.link_s[model] * (1.0 - w.held_bytes / world.size_bytes[model])
 
 
 @kernel_part
 def evict(e: int, model: int, at_s: float, outcome: int, world: World, demand: Demand, caches: Caches, log: EventLog) -> None:
-    """Frees a resident or partial model; `outcome` is what an unused prefetch ends as."""
+    """Frees all that a model holds; `outcome` is what an unused prefetch ends as."""
+    give_back(e, model, at_s, outcome, 0.0, world, demand, caches, log)
+
+
+@kernel_part
+def give_back(
+    e: int, model: int, at_s: float, outcome: int, kept: float, world: World, demand: Demand, caches: Caches, log: EventLog
+) -> None:
+    """Frees what a model holds, but for its first `kept` bytes; `outcome` is what an unused prefetch ends as."""
     _hold_time(e, at_s, caches)
     cache = caches.cache[e]
     w = caches.weights[e][model]
     if caches.policy[e].rank == SIEVE and w.status == READY:
         sieve_leave(e, model, caches)
-    cache.used -= world.size_bytes[model]
+    cache.used -= w.held_bytes - kept
     if w.unused and outcome != OPEN:
-        cache.period_wasted_byte_s += world.size_bytes[model] * (at_s - w.taken_s)
+        cache.period_wasted_byte_s += w.held_bytes * (at_s - w.taken_s)
     if w.order >= 0:
         order = log.orders[w.order]
         order.end_s = at_s
@@ -82,20 +123,13 @@ def evict(e: int, model: int, at_s: float, outcome: int, world: World, demand: D
             order.outcome = outcome
             if outcome != CANCELLED:
                 w.refused_after_s = at_s
-    if log.slot[e] >= 0:
-        event = log.residency[log.filled[0]]
-        log.filled[0] += 1
-        event.cache = e
-        event.model = model
-        event.start_s = w.taken_s
-        event.ready_s = w.ready_s
-        event.last_use_s = np.nan if w.unused or np.isnan(w.ready_s) else max(demand.last_s[model], w.ready_s)
-        event.end_s = at_s
-        event.prefetch = w.prefetched
-        event.order = w.order
-    w.status = ABSENT
-    w.left_s = world.link_s[model]
+    _log_residency(e, model, at_s, demand, caches, log)
+    w.held_bytes = kept
+    rest(e, model, world, caches)
+    w.taken_s = at_s
+    w.ready_s = np.nan
     w.order = -1
+    w.prefetched = False
     w.unused = False
     w.expiry_s = np.inf
     if cache.partial == model:
@@ -131,17 +165,19 @@ def sweep_priced(e: int, now_s: float, world: World, demand: Demand, hazard: Haz
     policy = caches.policy[e]
     weights = caches.weights[e]
     for m in range(len(weights)):
-        if weights[m].status == READY and key_of(e, m, policy.variant, True, now_s, world, demand, hazard, caches) < policy.price:
+        idle = weights[m].status == READY or weights[m].status == PART
+        if idle and key_of(e, m, policy.variant, True, now_s, world, demand, hazard, caches) < policy.price:
             evict(e, m, now_s, USELESS, world, demand, caches, log)
 
 
 @kernel_part
-def ready_models(e: int, but: int, caches: Caches) -> npt.NDArray[np.int64]:
+def evictable(e: int, but: int, caches: Caches) -> npt.NDArray[np.int64]:
+    """What may make room: what is ready, and parts that nobody waits for."""
     weights = caches.weights[e]
     out = np.empty(len(weights), np.int64)
     number = 0
     for m in range(len(weights)):
-        if weights[m].status == READY and m != but:
+        if (weights[m].status == READY or weights[m].status == PART) and m != but:
             out[number] = m
             number += 1
     return out[:number]
@@ -177,7 +213,7 @@ def victims_in_order(
 def _make_room_by_hand(e: int, need: float, now_s: float, world: World, demand: Demand, caches: Caches, log: EventLog) -> bool:
     """SIEVE: victims one by one, where the residents hold enough at all."""
     held = 0.0
-    for m in ready_models(e, -1, caches):
+    for m in evictable(e, -1, caches):
         held += world.size_bytes[m]
     if held < need:
         return False
@@ -194,9 +230,10 @@ def make_room(e: int, model: int, now_s: float, world: World, demand: Demand, ha
     """Room for a demand load, with evictions; False: serve it uncached."""
     cache = caches.cache[e]
     policy = caches.policy[e]
-    size = world.size_bytes[model]
-    if size > cache.capacity:
+    weights = caches.weights[e]
+    if world.size_bytes[model] > cache.capacity:
         return False
+    size = world.size_bytes[model] - weights[model].held_bytes
     sweep_expired(e, now_s, world, demand, caches, log)
     if policy.price > 0.0 and policy.load_aware:
         entrant = key_of(e, model, policy.variant, True, now_s, world, demand, hazard, caches)
@@ -210,24 +247,29 @@ def make_room(e: int, model: int, now_s: float, world: World, demand: Demand, ha
         return True
     if policy.rank == SIEVE:
         return _make_room_by_hand(e, need, now_s, world, demand, caches, log)
-    candidates = ready_models(e, model, caches)
-    key = np.empty(len(world.size_bytes))
+    candidates = evictable(e, model, caches)
+    key = np.empty(len(weights))
+    held = np.empty(len(weights))
     for m in candidates:
         key[m] = key_of(e, m, policy.variant, True, now_s, world, demand, hazard, caches)
-    if policy.as_set:
-        victims, suffice = choose_victims(key, world.size_bytes, candidates, need)
+        held[m] = weights[m].held_bytes
+    kept = 0.0
+    if policy.parts:
+        victims, suffice, kept = choose_parts(key, held, candidates, need)
+    elif policy.as_set:
+        victims, suffice = choose_victims(key, held, candidates, need)
     else:
-        victims, suffice = victims_in_order(key, world.size_bytes, candidates, need)
+        victims, suffice = victims_in_order(key, held, candidates, need)
     if not suffice:
         return False
     if policy.bypass:
         entrant = key_of(e, model, policy.variant, True, now_s, world, demand, hazard, caches)
-        if not outbids(entrant, size, key, world.size_bytes, victims):
+        if not outbids(entrant, size, key, held, victims, kept):
             return False
     for m in victims:
         if policy.rank == GDSF:
-            cache.clock = caches.weights[e][m].priority
-        evict(e, m, now_s, DISPLACED, world, demand, caches, log)
+            cache.clock = weights[m].priority
+        give_back(e, m, now_s, DISPLACED, kept if m == victims[-1] else 0.0, world, demand, caches, log)
     return True
 
 

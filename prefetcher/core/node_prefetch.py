@@ -16,6 +16,7 @@ from prefetcher.core.node import (
     CANCELLED,
     DISPLACED,
     OPEN,
+    PART,
     PREFETCH,
     PREFETCHING,
     READY,
@@ -25,8 +26,8 @@ from prefetcher.core.node import (
     PrefetchRule,
     World,
 )
-from prefetcher.core.node_memory import evict, make_room, ready_models, start_transfer, take_memory, victims_in_order
-from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.node_memory import evict, evictable, give_back, make_room, start_transfer, take_memory, victims_in_order
+from prefetcher.core.planner import choose_parts, choose_victims, outbids
 from prefetcher.core.ranking import hint_per_s, key_of, key_of_rate, next_use_per_s
 from prefetcher.core.value import LEAST_CHANCE, MOST_HOLDS, head_start, load_discount, may_start
 
@@ -50,7 +51,7 @@ def _issue(e: int, model: int, now_s: float, hint: bool, world: World, demand: D
     if cache.partial >= 0 and cache.partial != model:
         evict(e, cache.partial, now_s, CANCELLED, world, demand, caches, log)
     if cache.partial != model:
-        take_memory(e, model, now_s, True, world, caches)
+        take_memory(e, model, now_s, True, world, demand, caches, log)
         number = log.filled[2]
         log.filled[2] += 1
         order = log.orders[number]
@@ -104,20 +105,21 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
     score = np.zeros(CANDIDATES)
     for m in range(len(weights)):
         status = weights[m].status
-        if (status != ABSENT and status != PREFETCH) or world.size_bytes[m] > cache.capacity:
+        if (status != ABSENT and status != PART and status != PREFETCH) or world.size_bytes[m] > cache.capacity:
             continue
+        load_s = weights[m].left_s if status == PART else world.link_s[m]
         rate = 0.0
         if not hinted_only and demand.rows[m] > 0:
             rate = next_use_per_s(policy.rank, policy.tau, _variant(e, m, caches), m, now_s, demand, hazard, world, caches.next_ts)
             # What has begun and is paused may go on.
-            if status != PREFETCH and not may_start(rate, world.link_s[m], cache.recent_wait_s, caches.windows[e, m].lead_s):
+            if status != PREFETCH and not may_start(rate, load_s, cache.recent_wait_s, caches.windows[e, m].lead_s):
                 rate = 0.0
         hinted = hint_per_s(e, m, now_s, hazard, caches)
         if rate <= 0.0 and hinted <= 0.0:
             continue
-        value = key_of_rate(e, m, rate, False, now_s, world, demand, caches) * load_discount(rate, world.link_s[m])
+        value = key_of_rate(e, m, rate, False, now_s, world, demand, caches) * load_discount(rate, load_s)
         if hinted > 0.0:
-            share = head_start(hazard.hinted[m].at_s, hazard.hinted[m].end_s, now_s, world.link_s[m])
+            share = head_start(hazard.hinted[m].at_s, hazard.hinted[m].end_s, now_s, load_s)
             value = max(value, key_of_rate(e, m, hinted, False, now_s, world, demand, caches) * share)
         if status == PREFETCH:
             value *= RESUME_BONUS
@@ -137,6 +139,7 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
     if best[0] < 0:
         return
     key = np.empty(0)
+    held = np.empty(0)
     residents = np.empty(0, np.int64)
     partial_bytes = world.size_bytes[cache.partial] if cache.partial >= 0 else 0.0
     for place in range(CANDIDATES):
@@ -146,20 +149,28 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
         if model == cache.partial:
             _issue(e, model, now_s, by_hint[place], world, demand, caches, log)
             return
-        need = cache.used - partial_bytes + world.size_bytes[model] - cache.capacity
+        size = world.size_bytes[model] - weights[model].held_bytes
+        need = cache.used - partial_bytes + size - cache.capacity
+        kept = 0.0
         if need <= 0.0:
             victims = residents[:0]
         else:
             if by_hint[place] and not is_likely(e, model, now_s, hazard, caches):
                 continue
             if len(key) == 0:
-                residents = ready_models(e, -1, caches)
+                residents = evictable(e, -1, caches)
                 key = np.empty(len(weights))
+                held = np.empty(len(weights))
                 for resident in residents:
+                    held[resident] = weights[resident].held_bytes
                     variant = _variant(e, int(resident), caches)
                     key[resident] = key_of(e, int(resident), variant, False, now_s, world, demand, hazard, caches)
-            victims, suffice = choose_victims(key, world.size_bytes, residents, need)
-            if not suffice or not outbids(score[place] / policy.margin, world.size_bytes[model], key, world.size_bytes, victims):
+            others = residents[residents != model]
+            if policy.parts:
+                victims, suffice, kept = choose_parts(key, held, others, need)
+            else:
+                victims, suffice = choose_victims(key, held, others, need)
+            if not suffice or not outbids(score[place] / policy.margin, size, key, held, victims, kept):
                 continue
             highest = 0.0
             for victim in victims:
@@ -167,7 +178,7 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
             if score[place] <= policy.margin * highest:
                 continue
         for victim in victims:
-            evict(e, victim, now_s, DISPLACED, world, demand, caches, log)
+            give_back(e, victim, now_s, DISPLACED, kept if victim == victims[-1] else 0.0, world, demand, caches, log)
         weights[model].priority = score[place]
         _issue(e, model, now_s, by_hint[place], world, demand, caches, log)
         return

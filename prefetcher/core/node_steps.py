@@ -23,6 +23,8 @@ from prefetcher.core.node import (
     LATE,
     LOADING,
     OPEN,
+    PART,
+    PART_QUEUED,
     PAUSING,
     PREFETCH,
     PREFETCHING,
@@ -41,7 +43,7 @@ from prefetcher.core.node import (
     Rank,
     World,
 )
-from prefetcher.core.node_memory import evict, make_room, set_expiry, start_transfer, sweep_expired, sweep_priced, take_memory
+from prefetcher.core.node_memory import evict, make_room, rest, set_expiry, start_transfer, sweep_expired, sweep_priced, take_memory
 from prefetcher.core.node_prefetch import BUSY_TAU_S, is_likely, prefetch_by_index, prefetch_earliest, prewarm, stay_on
 from prefetcher.core.planner import next_in_smith_order, outranks
 from prefetcher.core.ranking import idle_window, sieve_enter
@@ -138,12 +140,12 @@ def _end_transfer(e: int, world: World, demand: Demand, hazard: Hazard, caches: 
         if use == YIELDING:
             _enqueue(e, model, YIELDED, caches)
         return
-    w.left_s = world.link_s[model]
     w.load_end_s = now_s
     if use == UNCACHED:
         _serve(e, model, now_s, caches, log)
-        w.status = ABSENT
+        rest(e, model, world, caches)
         return
+    w.left_s = world.link_s[model]
     w.status = READY
     w.ready_s = now_s
     if w.order >= 0:
@@ -191,9 +193,10 @@ def _start_demand(e: int, now_s: float, world: World, demand: Demand, hazard: Ha
     if w.status == HELD:
         start_transfer(e, model, DEMAND, now_s, caches)
     elif make_room(e, model, now_s, world, demand, hazard, caches, log):
-        take_memory(e, model, now_s, False, world, caches)
+        take_memory(e, model, now_s, False, world, demand, caches, log)
         start_transfer(e, model, DEMAND, now_s, caches)
     else:
+        w.left_s = world.link_s[model]
         start_transfer(e, model, UNCACHED, now_s, caches)
 
 
@@ -314,10 +317,10 @@ def _row(e: int, row: int, model: int, now_s: float, world: World, demand: Deman
         _after_use(e, model, now_s, world, demand, caches, log)
         return FOUND_READY
     found = FOUND_QUEUED
-    if w.status == ABSENT:
+    if w.status == ABSENT or w.status == PART:
         found = FOUND_ABSENT
         w.first_row_s = now_s
-        _enqueue(e, model, QUEUED, caches)
+        _enqueue(e, model, QUEUED if w.status == ABSENT else PART_QUEUED, caches)
     elif w.status == LOADING:
         found = FOUND_MOVING
     elif w.status == PREFETCH:
@@ -376,7 +379,7 @@ def _hear(e: int, event: int, world: World, demand: Demand, hazard: Hazard, cach
                 _pause(e, PAUSING, now_s, world, caches)
             elif cache.moving != model:
                 evict(e, model, now_s, CANCELLED, world, demand, caches, log)
-    wanted = news and likely and w.status == ABSENT and world.size_bytes[model] <= cache.capacity
+    wanted = news and likely and (w.status == ABSENT or w.status == PART) and world.size_bytes[model] <= cache.capacity
     # What moves for a forecast can wait for what is due; what moves for a hint was first.
     if wanted and cache.link == PREFETCHING and not log.orders[caches.weights[e][cache.moving].order].hint:
         _pause(e, PAUSING, now_s, world, caches)
@@ -463,6 +466,6 @@ def close(until_s: float, world: World, demand: Demand, caches: Caches, log: Eve
         sweep_expired(e, until_s, world, demand, caches, log)
         weights = caches.weights[e]
         for m in range(len(weights)):
-            if weights[m].status == READY or weights[m].status == PREFETCH:
+            if weights[m].status == READY or weights[m].status == PREFETCH or weights[m].status == PART:
                 evict(e, m, max(until_s, weights[m].taken_s), OPEN, world, demand, caches, log)
     return True

@@ -6,12 +6,15 @@ Each rule is a kernel over arrays, called by the simulated node of replay and sh
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
-from prefetcher.core.compiled import kernel
+from prefetcher.core.compiled import kernel, kernel_part
+from prefetcher.core.node import BLOCK_BYTES
 
-__all__ = ["choose_victims", "next_in_smith_order", "outbids", "outranks"]
+__all__ = ["choose_parts", "choose_victims", "next_in_smith_order", "outbids", "outranks"]
 
 
 @kernel
@@ -63,18 +66,64 @@ def choose_victims(
 
 
 @kernel
+def choose_parts(
+    index: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need_bytes: float
+) -> tuple[npt.NDArray[np.int64], bool, float]:
+    """The victims where the last one may keep a part: lowest index first until the room suffices, and none of them is let off.
+
+    As `choose_victims`, and also returns how many bytes the last victim keeps: what the room does not need, in whole blocks.
+    """
+    count = len(candidates)
+    none = np.empty(0, np.int64)
+    if need_bytes <= 0.0:
+        return none, True, 0.0
+    total = 0.0
+    for c in range(count):
+        total += size_bytes[candidates[c]]
+    if total < need_bytes:
+        return none, False, 0.0
+    chosen = np.empty(count, np.int64)
+    taken = np.zeros(count, np.bool_)
+    got = 0.0
+    number = 0
+    while got < need_bytes and number < count:
+        best = -1
+        for c in range(count):
+            if not taken[c] and (best < 0 or index[candidates[c]] < index[candidates[best]]):
+                best = c
+        taken[best] = True
+        chosen[number] = candidates[best]
+        got += size_bytes[candidates[best]]
+        number += 1
+    return chosen[:number], got >= need_bytes, math.floor(max(got - need_bytes, 0.0) / BLOCK_BYTES) * float(BLOCK_BYTES)
+
+
+@kernel
 def outbids(
     index_of_entrant: float,
     entrant_bytes: float,
     index: npt.NDArray[np.float64],
     size_bytes: npt.NDArray[np.float64],
     victims: npt.NDArray[np.int64],
+    kept: float = 0.0,
 ) -> bool:
-    """Whether the entrant is worth its victims: index × bytes at least the sum over them. When not, serve it without caching (bypass)."""
+    """Whether the entrant is worth its victims: index × bytes at least the sum over them. When not, serve it without caching (bypass).
+
+    `entrant_bytes` are those that it needs room for, `kept` those that the last victim keeps (`choose_parts`).
+    """
     value = 0.0
     for v in victims:
         value += index[v] * size_bytes[v]
+    if kept > 0.0:
+        value -= index[victims[-1]] * kept
     return index_of_entrant * entrant_bytes >= value
+
+
+@kernel_part
+def outranks(waiting: float, remaining: float, waiting_of_other: float, remaining_of_other: float) -> bool:
+    """Whether a load goes before another in Smith's order: more waiting rows per remaining byte (or second). A demand load that moves
+    gives way to one that does."""
+    return waiting * remaining_of_other > waiting_of_other * remaining
 
 
 @kernel
@@ -88,10 +137,3 @@ def next_in_smith_order(waiting: npt.NDArray[np.float64], remaining: npt.NDArray
         if outranks(waiting[q], remaining[q], waiting[best], remaining[best]):
             best = q
     return best
-
-
-@kernel
-def outranks(waiting: float, remaining: float, waiting_of_other: float, remaining_of_other: float) -> bool:
-    """Whether a load goes before another in Smith's order: more waiting rows per remaining byte (or second). A demand load that moves
-    gives way to one that does."""
-    return waiting * remaining_of_other > waiting_of_other * remaining

@@ -156,11 +156,14 @@ class ShadowCaches:
         cache["capacity"] = capacity_bytes
         status = weights["status"]
         at_rest = (status == Status.ABSENT) | (status == Status.QUEUED) | (status == Status.READY)
-        weights["left_s"] = np.where(at_rest, self._link_s, weights["left_s"])
+        part = (status == Status.PART) | (status == Status.PART_QUEUED)
         on_link = np.arange(len(self._size)) == cache["moving"][:, None]
         uncached = on_link & (cache["link"] == LinkUse.UNCACHED)[:, None]
-        takes = ~((status == Status.ABSENT) | (status == Status.QUEUED) | uncached)
-        cache["used"] = (takes * self._size).sum(axis=1)
+        whole = ~((status == Status.ABSENT) | (status == Status.QUEUED) | part | uncached)
+        weights["held_bytes"] = np.where(whole, self._size, np.minimum(weights["held_bytes"], self._size))
+        left_s = self._link_s * (1.0 - weights["held_bytes"] / self._size)
+        weights["left_s"] = np.where(part, left_s, np.where(at_rest, self._link_s, weights["left_s"]))
+        cache["used"] = weights["held_bytes"].sum(axis=1)
 
     def bound(self, numbers: npt.NDArray[np.int64] | None, windows: WindowTable | None) -> None:
         """From here on prefetches of models `numbers` int64[k] are bounded by these windows, all others by none; None: no window at all."""

@@ -1,7 +1,7 @@
 """A replay on several nodes with tiers: all nodes go through the log together, rivals and ours alike.
 
 Rivals send a row to the node that it names, else to its model's by rendezvous hashing; each tier of a node is a cache of theirs. Ours
-places rows (`core.cluster_routing`). The kernels are in `core.cluster_steps`; the default tiers need none of this (`replay.run`).
+places rows by the rule of live placement (`core.cluster_routing`). The kernels are in `core.cluster_steps`; the default tiers need none of this (`replay.run`).
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class ClusterSimulation(Simulation):
         if self._load_s is not None:
             host = stack.tiers.index("host")
             link_s[host] = np.where(np.isnan(self._load_s), link_s[host], self._load_s)
-        home = np.array([by_rendezvous(m, self.nodes)[0] for m in trace.models], np.int32)
+        liked = np.array([by_rendezvous(m, self.nodes) for m in trace.models], np.int64).reshape(len(size), len(self.nodes))
+        home = liked[:, 0].astype(np.int32)
         named = trace.node.astype(np.int32) if len(trace.node_names) else np.full(len(trace), -1, np.int32)
         column, columns = trace.model, len(size)
         if by_slot:
@@ -190,9 +191,11 @@ class ClusterSimulation(Simulation):
             next_ts=next_ts,
             first_ts=first_ts,
             home=home,
+            rank=np.argsort(liked, axis=1),
             nodes=len(self.nodes),
             shared=stack.shared,
             by_slot=by_slot,
+            parts_tier=stack.tiers.index("host"),
             apart=by_slot or bool((named >= 0).any()),
             t0_s=trace.t0,
             t1_s=trace.t1,

@@ -71,7 +71,6 @@ def residency_table(
     held: npt.NDArray[np.void], orders: npt.NDArray[np.void], node: pa.Array, tier: pa.Array, trace: Trace, t1: float
 ) -> pa.Table:
     """The residency log of `held`; `orders` are all, `node` and `tier` say where."""
-    size = trace.bytes_
     end_s = np.where(held["start_s"] < t1, np.minimum(held["end_s"], t1), held["end_s"])
     ready_s = np.where(held["ready_s"] <= end_s, held["ready_s"], np.nan)
     outcome = np.where(held["prefetch"], outcome_codes(orders)[held["order"]] if len(orders) else 0, len(OUTCOMES))
@@ -79,7 +78,7 @@ def residency_table(
         node, coded(held["model"], trace.models), same("", len(held)), tier, _times(held["start_s"]),
         _times(ready_s), _times(np.minimum(held["last_use_s"], end_s)), _times(end_s),
         _causes(held["prefetch"], held["order"], orders), coded(outcome, [*OUTCOMES, "demand"]),
-        pa.array(size[held["model"]]),
+        pa.array(np.rint(held["bytes"]).astype(np.int64)),
     ]  # fmt: skip
     return pa.Table.from_arrays(columns, names=SCHEMAS["residency"].names).cast(SCHEMAS["residency"])
 
