@@ -195,7 +195,7 @@ class Live:
         self.keys = [WeightsKey(ModelName(f"m{m}")) for m in range(len(log.blocks))]
         limits = NodeLimits(
             {Tier.HOST: log.capacity_blocks * BLOCK_BYTES},
-            link_bytes_per_s=LINK_BYTES_PER_S, stall_s=FOREVER_S, demand_deadline_s=FOREVER_S,
+            link_bytes_per_s=LINK_BYTES_PER_S, stall_s=FOREVER_S, demand_deadline_s=FOREVER_S, parts=False,
         )  # fmt: skip
         self.machine = ResidencyMachine(NODE, limits)
         self.ledger = Ledger()

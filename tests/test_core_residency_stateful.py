@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -14,6 +16,7 @@ from prefetcher.core import events as ev
 from prefetcher.core import facts
 from prefetcher.core.admission import Rank, index_of
 from prefetcher.core.ledger import Ledger, sum_totals
+from prefetcher.core.node import BLOCK_BYTES
 from prefetcher.core.residency import NodeLimits, ResidencyMachine
 from prefetcher.core.types import (
     Arm,
@@ -31,21 +34,23 @@ from prefetcher.core.types import (
 )
 
 NODE = NodeName("n")
+#: Sizes are in these; what a victim keeps is in blocks.
+UNIT = BLOCK_BYTES * 2 // 3
 LIMITS = NodeLimits(
-    budget_bytes={Tier.HOST: 100, Tier.DEVICE: 60, Tier.DISK: 240},
-    reserve_bytes={Tier.DEVICE: 20},
-    link_bytes_per_s=10.0,
+    budget_bytes={Tier.HOST: 100 * UNIT, Tier.DEVICE: 60 * UNIT, Tier.DISK: 240 * UNIT},
+    reserve_bytes={Tier.DEVICE: 20 * UNIT},
+    link_bytes_per_s=10.0 * UNIT,
     stall_s=50.0,
     demand_deadline_s=120.0,
 )
 #: Bytes, and the tiers that are complete at the start. One model is larger than the host tier, two are only in the object store.
 MODELS = {
-    "a": (60, {Tier.REMOTE, Tier.DISK}),
-    "b": (50, {Tier.DISK}),
-    "c": (30, {Tier.DISK}),
-    "d": (20, {Tier.REMOTE}),
-    "e": (10, {Tier.DISK}),
-    "f": (120, {Tier.REMOTE}),
+    "a": (60 * UNIT, {Tier.REMOTE, Tier.DISK}),
+    "b": (50 * UNIT, {Tier.DISK}),
+    "c": (30 * UNIT, {Tier.DISK}),
+    "d": (20 * UNIT, {Tier.REMOTE}),
+    "e": (10 * UNIT, {Tier.DISK}),
+    "f": (120 * UNIT, {Tier.REMOTE}),
 }
 KEYS = {(m, v): WeightsKey(ModelName(m), ModelVersion(v)) for m in MODELS for v in ("1", "2")}
 models = st.sampled_from(sorted(MODELS))
@@ -58,7 +63,7 @@ def a_machine() -> ResidencyMachine:
 
 
 class Residency(RuleBasedStateMachine):
-    """`there`, `loading`, `paused` and `leaving` are the loader's own books; they owe nothing to the machine's."""
+    """`there`, `loading`, `paused`, `parts` and `leaving` (with what stays) are the loader's books; they owe nothing to the machine's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +74,9 @@ class Residency(RuleBasedStateMachine):
         self.loading: dict[Place, int] = {}
         self.pausing: set[Place] = set()
         self.paused: dict[Place, int] = {}
-        self.leaving: list[Place] = []
+        self.parts: dict[Place, int] = {}
+        self.leaving: dict[Place, int] = {}
+        self.held_byte_s = 0.0
         self.size: dict[WeightsKey, int] = {}
         self.leases: Counter[tuple[str, WeightsKey, Tier]] = Counter()
         self.waiting: dict[str, str] = {}
@@ -91,19 +98,25 @@ class Residency(RuleBasedStateMachine):
     def see(self, key: WeightsKey, size: int, tiers: set[Tier]) -> None:
         self.size[key] = size
         self.there |= {(key, tier) for tier in tiers}
-        link_s = {Tier.DISK: size / 5, Tier.HOST: size / 10, Tier.DEVICE: size / 50}
+        link_s = {Tier.DISK: size / UNIT / 5, Tier.HOST: size / UNIT / 10, Tier.DEVICE: size / UNIT / 50}
         self.tell(ev.CatalogSeen(key, size, link_s, frozenset(tiers)))
 
     # --- telling the machine, and doing as it says ---
 
     def tell(self, event: ev.Event) -> None:
-        told = self.machine.handle(event, self.now_s)
+        told = self.handle(event)
         if self.twin is not None:
             assert self.twin.handle(event, self.now_s) == told
         index = {k: index_of(w, self.machine.holdings, self.now_s) for k, w in self.machine.holdings.weights.items()}
         for instruction in told:
             self.obey(instruction, index)
         self.victims_are_minimal(told)
+
+    def handle(self, event: ev.Event) -> list[ev.Instruction]:
+        holdings = self.machine.holdings
+        held = holdings.used_bytes[Tier.HOST] + holdings.used_bytes[Tier.DEVICE]
+        self.held_byte_s += held * (self.now_s - self.machine.links.now_s)
+        return self.machine.handle(event, self.now_s)
 
     def obey(self, told: ev.Instruction, index: dict[WeightsKey, float]) -> None:
         match told:
@@ -113,6 +126,7 @@ class Residency(RuleBasedStateMachine):
                 if resumed:
                     assert self.paused.pop((key, tier)) == told.resume_from_bytes
                 else:
+                    assert told.resume_from_bytes == self.parts.pop((key, tier), 0)
                     assert not self.holds((key, tier))
                 self.loading[key, tier] = told.resume_from_bytes
                 if told.cause not in (Cause.DEMAND, Cause.MANUAL) and not resumed:
@@ -131,21 +145,28 @@ class Residency(RuleBasedStateMachine):
                 self.loading.pop(place, None)
                 self.paused.pop(place, None)
                 self.pausing.discard(place)
-                self.leaving.append(place)
-            case ev.EvictWeights(key, tier, reason, room_for):
+                self.leaving[place] = 0
+            case ev.EvictWeights(key, tier, reason, room_for, keep_bytes):
+                place = (key, tier)
                 if reason is ev.Evicted.OVERDUE:
-                    assert (key, tier) in self.leaving
+                    assert self.leaving[place] == keep_bytes
                     return
-                assert (key, tier) in self.there, "only what is ready is evicted"
+                assert (place in self.there) != (place in self.parts), "only what is ready, or a part, is evicted"
+                assert place not in self.leaving
                 assert not any(n for (_, k, t), n in self.leases.items() if (k, t) == (key, tier)), "leased"
-                replaced = tier is Tier.DISK and self.machine.holdings.weights[key].retired
+                replaced = (tier is Tier.DISK and self.machine.holdings.weights[key].retired) or place in self.parts
                 assert replaced or any((key, below) in self.there for below in Tier if below < tier) or reason is ev.Evicted.BAD
+                if keep_bytes:
+                    assert (tier, self.off, reason) == (Tier.HOST, False, ev.Evicted.ROOM)
+                    assert keep_bytes % BLOCK_BYTES == 0
+                    assert 0 < keep_bytes < self.held(place)
                 if room_for is not None:
+                    assert place in self.there or not self.machine.holdings.weights[key].demanded, "somebody waits for this part"
                     assert not self.machine.holdings.weights[key].pinned
                     rank = self.machine.links.rank(self.machine.holdings.weights[room_for], tier)
                     assert rank is not Rank.PREFETCH or index[key] <= index[room_for]
-                self.there.discard((key, tier))
-                self.leaving.append((key, tier))
+                self.there.discard(place)
+                self.leaving[place] = keep_bytes
             case ev.GrantLease(holder, key, tier, token=token):
                 assert self.waiting.pop(token) == holder
                 assert (key, tier) in self.there
@@ -206,7 +227,7 @@ class Residency(RuleBasedStateMachine):
                 pass
 
     def victims_are_minimal(self, told: list[ev.Instruction]) -> None:
-        """None of the victims of one decision could have stayed: without it the entrant would still not fit."""
+        """None of the victims of one decision could have stayed, or kept a block more: without it the entrant would still not fit."""
         for tier in (Tier.DISK, Tier.HOST, Tier.DEVICE):
             victims = [i for i in told if isinstance(i, ev.EvictWeights) and i.room_for is not None and i.tier is tier]
             if not victims:
@@ -216,17 +237,26 @@ class Residency(RuleBasedStateMachine):
             rank = self.machine.links.rank(self.machine.holdings.weights[entrant], tier)
             guess = rank in (Rank.PREFETCH, Rank.CARRY)
             limit = LIMITS.budget_bytes[tier] - (LIMITS.reserve_bytes.get(tier, 0) if guess else 0)
-            room = limit - self.taken(tier) + sum(self.size[k] for k, t in self.leaving if t is tier)
-            assert room >= self.size[entrant]
-            for victim in victims:
-                assert room - self.size[victim.key] < self.size[entrant]
+            freed = {place: self.held(place) - keep for place, keep in self.leaving.items() if place[1] is tier}
+            missing = self.size[entrant] - self.parts.get((entrant, tier), 0)
+            room = limit - self.taken(tier) + sum(freed.values())
+            assert room >= missing
+            assert self.off or tier is not Tier.HOST or room - missing < BLOCK_BYTES
+            # Where the last may keep a part, those before it are not asked whether they could have stayed.
+            for victim in victims if self.off or tier is not Tier.HOST else victims[-1:]:
+                assert room - freed[victim.key, tier] < missing
+            assert not any(victim.keep_bytes for victim in victims[:-1])
 
     def holds(self, place: Place) -> bool:
-        return place in self.there or place in self.loading or place in self.paused or place in self.leaving
+        books: list[Iterable[Place]] = [self.there, self.loading, self.paused, self.parts, self.leaving]
+        return any(place in of for of in books)
+
+    def held(self, place: Place) -> int:
+        return self.parts.get(place, self.size[place[0]])
 
     def taken(self, tier: Tier) -> int:
-        places = {p for p in [*self.there, *self.loading, *self.paused, *self.leaving] if p[1] is tier}
-        return sum(self.size[key] for key, _ in places)
+        places = {p for p in [*self.there, *self.loading, *self.paused, *self.parts, *self.leaving] if p[1] is tier}
+        return sum(self.held(place) for place in places)
 
     # --- the world ---
 
@@ -235,7 +265,7 @@ class Residency(RuleBasedStateMachine):
         self.now_s += seconds
         self.tell(ev.Ticked())
 
-    @rule(model=models, late_s=st.sampled_from([0.0, 3.0]), index=st.sampled_from([None, None, 0.0, 0.05]))
+    @rule(model=models, late_s=st.sampled_from([0.0, 3.0]), index=st.sampled_from([None, None, 0.0, 0.05 / UNIT]))
     def row(self, model: str, late_s: float, index: float | None) -> None:
         self.tell(ev.Requested(ModelName(model), self.now_s - late_s, index))
 
@@ -260,11 +290,11 @@ class Residency(RuleBasedStateMachine):
         self.tell(ev.HolderLost(holder))
 
     @rule(
-        scores=st.lists(st.tuples(models, st.sampled_from([0.0, 0.001, 0.01, 0.1])), unique_by=lambda s: s[0]),
+        scores=st.lists(st.tuples(models, st.sampled_from([0.0, 0.001 / UNIT, 0.01 / UNIT, 0.1 / UNIT])), unique_by=lambda s: s[0]),
         ordered=st.sets(models),
         pinned=st.sets(models, max_size=1),
         tier=st.sampled_from([Tier.DISK, Tier.HOST, Tier.HOST, Tier.DEVICE]),
-        price=st.sampled_from([0.0, 0.0, 0.002]),
+        price=st.sampled_from([0.0, 0.0, 0.002 / UNIT]),
         enabled=st.sampled_from([True, True, True, False]),
         arm=st.sampled_from([Arm.TREATED, Arm.TREATED, Arm.CONTROL]),
         shadow=st.sampled_from([None, True, False]),
@@ -327,7 +357,7 @@ class Residency(RuleBasedStateMachine):
     def load_goes_on(self, data: st.DataObject, what: str) -> None:
         place = data.draw(st.sampled_from(sorted(self.loading)))
         key, tier = place
-        done = min(self.size[key], self.loading[place] + 7)
+        done = min(self.size[key], self.loading[place] + 7 * UNIT)
         if what == "block":
             self.loading[place] = done
             self.tell(ev.BytesVerified(key, tier, done))
@@ -355,16 +385,21 @@ class Residency(RuleBasedStateMachine):
     def many_come_while_a_load_moves(self, data: st.DataObject, model: str, rows: int) -> None:
         """More of them than at one row a step, so that loads give way, and are paused before anything else happens."""
         for _ in range(rows):
-            self.tell(ev.Requested(ModelName(model), self.now_s, 0.05))
+            self.tell(ev.Requested(ModelName(model), self.now_s, 0.05 / UNIT))
         if self.pausing:
             self.load_pauses_at(data.draw(st.sampled_from(sorted(self.pausing))))
 
     @precondition(lambda self: self.leaving)
-    @rule(data=st.data())
-    def memory_comes_back(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keeps=st.sampled_from([0, 1, 1, 2]))
+    def memory_comes_back(self, data: st.DataObject, keeps: int) -> None:
+        """But for what was to stay, or nearly that, or all of it."""
         place = data.draw(st.sampled_from(sorted(self.leaving)))
-        self.leaving.remove(place)
-        self.tell(ev.WeightsEvicted(*place, self.size[place[0]]))
+        keep = self.leaving.pop(place)
+        kept = 0 if not keeps else keep if keeps == 1 else keep * 3 // 4
+        self.parts.pop(place, None)
+        if kept:
+            self.parts[place] = kept
+        self.tell(ev.WeightsEvicted(*place, self.size[place[0]] - kept, kept))
 
     @rule()
     def restart_from_snapshot(self) -> None:
@@ -380,7 +415,7 @@ class Residency(RuleBasedStateMachine):
         near = sorted(place for place in [*self.there, *self.loading] if place[1] >= Tier.HOST)
         kept = data.draw(st.sets(st.sampled_from(near))) if near else set()
         self.there = {place for place in self.there if place[1] < Tier.HOST} | kept
-        for books in (self.loading, self.paused, self.pausing, self.leaving, self.leases):
+        for books in (self.loading, self.paused, self.parts, self.pausing, self.leaving, self.leases):
             books.clear()
         self.tell(ev.AgentRestarted(frozenset(kept)))
 
@@ -415,7 +450,8 @@ class Residency(RuleBasedStateMachine):
         """When the loader answers everything and time passes, nobody waits any more and every order is ended or ready."""
         for _ in range(60):
             for place in list(self.leaving):
-                self.leaving.remove(place)
+                del self.leaving[place]
+                self.parts.pop(place, None)
                 self.tell(ev.WeightsEvicted(*place))
             for place in list(self.loading):
                 self.load_completes(place)
@@ -437,6 +473,8 @@ class Residency(RuleBasedStateMachine):
         assert Counter(r.outcome for r in records if r.outcome is not Outcome.OPEN) == Counter(total.outcomes)
         assert all(r.end_s is None or r.outcome is not Outcome.OPEN for r in records)
         assert total.rows + total.leases == self.arrived
+        held = self.ledger.lifetime(self.machine.held(self.now_s))
+        assert sum(totals.held_byte_s for totals in held.values()) == pytest.approx(self.held_byte_s, rel=1e-9)
         self.books_are_right()
 
     def load_completes(self, place: Place) -> None:

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from prefetcher.core.copies import IN_FLIGHT, Holdings, Stage, Weights
+from prefetcher.core.node import BLOCK_BYTES
 from prefetcher.core.planner import choose_victims, outbids
 from prefetcher.core.quotas import CAPPED, gives_up
 from prefetcher.core.types import TenantQuota, Tier
 
-__all__ = ["Admission", "Rank", "Verdict", "admit", "below_price", "index_of", "over_cap", "under_cap"]
+__all__ = ["Admission", "Rank", "Verdict", "admit", "below_price", "choose_parts", "index_of", "over_cap", "under_cap"]
 
 #: The index window of the decision: weights that nobody knows anything about are taken to be used once in it at most.
 UNKNOWN_WINDOW_S = 600.0
@@ -48,6 +50,8 @@ class Admission:
     reason: str = ""
     victims: list[Weights] = field(default_factory=list)
     dropped: list[Weights] = field(default_factory=list)
+    #: What the last victim keeps: the room does not need it.
+    kept_bytes: int = 0
 
 
 def index_of(weights: Weights, holdings: Holdings, now_s: float) -> float:
@@ -80,9 +84,9 @@ def admit(
     claimed_bytes: int = 0,
 ) -> Admission:
     """What would have to happen for `weights` to move into `tier` now. `claimed_bytes` are promised to a transfer ahead of it."""
-    if tier in weights.copies:
-        paused = weights.copies[tier].stage is Stage.PAUSED
-        return Admission(Verdict.START if paused else Verdict.WAIT)
+    copy = weights.copies.get(tier)
+    if copy is not None and copy.stage is not Stage.PART:
+        return Admission(Verdict.START if copy.stage is Stage.PAUSED else Verdict.WAIT)
     guess = rank in (Rank.PREFETCH, Rank.CARRY)
     # Nothing can be opened below the disk: demand comes there whatever it is worth.
     may_bypass = rank is Rank.DEMAND and not weights.pinned and tier > Tier.DISK
@@ -103,16 +107,15 @@ def admit(
         return Admission(Verdict.NEVER, "does_not_fit")
     free = budget - holdings.used_bytes[tier]
     freeing = holdings.freeing_bytes(tier)
-    if weights.bytes <= free + freeing - claimed_bytes:
-        return Admission(Verdict.START if weights.bytes <= free else Verdict.WAIT)
+    missing = weights.bytes - weights.part_bytes(tier)
+    if missing <= free + freeing - claimed_bytes:
+        return Admission(Verdict.START if missing <= free else Verdict.WAIT)
     if claimed_bytes:
         return Admission(Verdict.WAIT, "behind_another")
-    return _make_room(holdings, weights, tier, rank, float(weights.bytes - free - freeing), now_s)
+    return _make_room(holdings, weights, tier, rank, float(missing - free - freeing), now_s)
 
 
-def under_cap(
-    holdings: Holdings, weights: Weights, now_s: float, *, guess: bool, tier: Tier = Tier.HOST
-) -> tuple[list[Weights], bool]:
+def under_cap(holdings: Holdings, weights: Weights, now_s: float, *, guess: bool, tier: Tier = Tier.HOST) -> tuple[list[Weights], bool]:
     """What their tenant gives up so that `weights` may be prefetched, pinned or leased in the host tier, and whether it may hold them then.
 
     Only prefetches of its own that nobody used yet are given up; for a `guess` only those that are worth less.
@@ -129,7 +132,7 @@ def under_cap(
         and holdings.is_unused_guess(other)
         and holdings.may_leave(other, Tier.HOST)
     ]
-    index, sizes = _arrays(own, holdings, now_s)
+    index, sizes = _arrays(own, tier, holdings, now_s)
     most = index_of(weights, holdings, now_s) if guess else np.inf
     cap, claimed = holdings.quotas.cap_bytes(quota, budget), float(holdings.claimed_bytes(quota))
     chosen, enough = gives_up(cap, claimed, float(weights.bytes), most, index, sizes)
@@ -158,20 +161,24 @@ def _make_room(holdings: Holdings, weights: Weights, tier: Tier, rank: Rank, nee
     dropped: list[Weights] = []
     if rank in (Rank.DEMAND, Rank.HAND):
         paused = list(_droppable(holdings, weights, tier))
-        dropped = _as_set(paused, holdings, need, now_s) or paused
+        dropped = _as_set(paused, tier, holdings, need, now_s) or paused
         need -= sum(w.bytes for w in dropped)
     moving = any(w.copies[tier].stage is not Stage.PAUSED for w in dropped)
     if need <= 0:
         return Admission(Verdict.WAIT, "pause_first") if moving else Admission(Verdict.EVICT, "room", [], dropped)
     candidates = list(holdings.candidates(tier, weights))
     if guess:
-        candidates = [w for w in candidates if index_of(w, holdings, now_s) < own]
-    victims = _as_set(candidates, holdings, need, now_s)
+        # A part that another prefetch waits for stays for that one.
+        candidates = [w for w in candidates if index_of(w, holdings, now_s) < own and not (w.pending and w.part_bytes(tier))]
+    if holdings.keeps_parts(tier):
+        victims, kept = _as_parts(candidates, tier, holdings, need, now_s)
+    else:
+        victims, kept = _as_set(candidates, tier, holdings, need, now_s), 0.0
     if not victims:
         return Admission(Verdict.NO_ROOM, "no_room")
     forced = rank is Rank.HAND or (rank is Rank.DEMAND and tier <= Tier.DISK)
-    if forced or weights.pinned or _worth(weights, victims, holdings, now_s):
-        return Admission(Verdict.WAIT, "pause_first") if moving else Admission(Verdict.EVICT, "room", victims, dropped)
+    if forced or weights.pinned or _worth(weights, victims, kept, tier, holdings, now_s):
+        return Admission(Verdict.WAIT, "pause_first") if moving else Admission(Verdict.EVICT, "room", victims, dropped, int(kept))
     return Admission(Verdict.BYPASS, "victims_worth_more")
 
 
@@ -183,24 +190,51 @@ def _droppable(holdings: Holdings, weights: Weights, tier: Tier) -> Iterator[Wei
             yield other
 
 
-def _as_set(candidates: list[Weights], holdings: Holdings, need: float, now_s: float) -> list[Weights]:
-    index, sizes = _arrays(candidates, holdings, now_s)
+def _as_set(candidates: list[Weights], tier: Tier, holdings: Holdings, need: float, now_s: float) -> list[Weights]:
+    index, sizes = _arrays(candidates, tier, holdings, now_s)
     chosen, enough = choose_victims(index, sizes, np.arange(len(candidates), dtype=np.int64), need)
     return [candidates[int(v)] for v in chosen] if enough else []
 
 
-def _worth(weights: Weights, victims: list[Weights], holdings: Holdings, now_s: float) -> bool:
+def choose_parts(
+    index: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need_bytes: float
+) -> tuple[npt.NDArray[np.int64], bool, float]:
+    """The victims where the last one may keep a part: lowest index first until the room suffices, whether they do, and the bytes that the
+    last one keeps: what the room does not need, in whole blocks. Arrays as in `planner.choose_victims`."""
+    if need_bytes <= 0.0:
+        return candidates[:0], True, 0.0
+    by_index = candidates[np.argsort(index[candidates], kind="stable")]
+    got = np.cumsum(size_bytes[by_index])
+    number = int(np.searchsorted(got, need_bytes))
+    if number == len(got):
+        return candidates[:0], False, 0.0
+    return by_index[: number + 1], True, float((got[number] - need_bytes) // BLOCK_BYTES * BLOCK_BYTES)
+
+
+def _as_parts(candidates: list[Weights], tier: Tier, holdings: Holdings, need: float, now_s: float) -> tuple[list[Weights], float]:
+    """The victims, none where they do not suffice, and what the last of them keeps."""
+    index, sizes = _arrays(candidates, tier, holdings, now_s)
+    chosen, enough, kept = choose_parts(index, sizes, np.arange(len(candidates), dtype=np.int64), need)
+    return ([candidates[int(v)] for v in chosen], kept) if enough else ([], 0.0)
+
+
+def _worth(weights: Weights, victims: list[Weights], kept: float, tier: Tier, holdings: Holdings, now_s: float) -> bool:
     # Among weights of which nothing is known but their last use, the rule is LRU, and LRU does not bypass.
     if weights.index is None and all(v.index is None for v in victims):
         return True
-    index, sizes = _arrays(victims, holdings, now_s)
+    index, sizes = _arrays(victims, tier, holdings, now_s)
+    sizes[-1] -= kept
     everyone = np.arange(len(victims), dtype=np.int64)
-    return bool(outbids(index_of(weights, holdings, now_s), float(weights.bytes), index, sizes, everyone))
+    missing = float(weights.bytes - weights.part_bytes(tier))
+    return bool(outbids(index_of(weights, holdings, now_s), missing, index, sizes, everyone))
 
 
 def _arrays(
-    weights: list[Weights], holdings: Holdings, now_s: float
+    weights: list[Weights], tier: Tier, holdings: Holdings, now_s: float
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]]]:
     index = np.array([index_of(w, holdings, now_s) for w in weights], dtype=np.float64)
-    sizes = np.array([w.bytes for w in weights], dtype=np.float64)
+    if holdings.switched_off:
+        # Plain LRU knows no parts: those that are there go first.
+        index[[w.part_bytes(tier) > 0 for w in weights]] = 0.0
+    sizes = np.array([w.held_bytes(tier) for w in weights], dtype=np.float64)
     return index, sizes

@@ -2,8 +2,8 @@
 
 Book-keeping only: nothing here decides. `core.admission` says who may come in and who makes room, `core.residency`
 what happens next.
-A copy's bytes count in full from the moment its transfer starts until the kernel gave them back. Times are seconds
-since 1970-01-01 UTC.
+A copy's bytes count in full from the moment its transfer starts until the kernel gave them back; a part counts with what it kept. Times
+are seconds since 1970-01-01 UTC.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class NodeLimits:
     adopted_hold_s: float = 600.0
     #: Decide and record, load nothing.
     observe: bool = False
+    #: The last victim keeps what the room does not need.
+    parts: bool = True
 
     def on_clock(self, speed: float) -> NodeLimits:
         """The same patience in the machine's seconds, where the clock runs `speed` times as fast."""
@@ -72,6 +74,7 @@ class Stage(StrEnum):
     CANCELLING = "cancelling"
     READY = "ready"
     EVICTING = "evicting"
+    PART = "part"
 
 
 #: The stages of a load that may still become ready.
@@ -89,6 +92,10 @@ class Copy:
     #: The stage must be left, or its instruction repeated, by then (0: no deadline).
     deadline_s: float = 0.0
     bytes_done: int = 0
+    #: The memory of a part, also while it leaves; 0: all of the weights.
+    part_bytes: int = 0
+    #: What an eviction leaves there.
+    keep_bytes: int = 0
     segment_start_s: float = 0.0
     segment_from_bytes: int = 0
     #: How long its bytes moved so far, pauses left out.
@@ -111,6 +118,10 @@ class Copy:
     nudges: int = 0
     #: The bytes proved not to be what was promised: nobody is given them any more.
     bad: bool = False
+
+    @property
+    def leaving(self) -> bool:
+        return self.stage is Stage.EVICTING or self.stage is Stage.CANCELLING
 
 
 @dataclass(slots=True)
@@ -207,10 +218,19 @@ class Weights:
         return now_s - self.demanded_since_s - moved_s
 
     def remaining_bytes(self, tier: Tier) -> int:
-        """What the link into `tier` has to bring; of what is on its way out there, all."""
+        """What the link into `tier` has to bring; of what is on its way out there, all but what stays."""
         copy = self.copies.get(tier)
-        leaves = copy is not None and copy.stage in (Stage.CANCELLING, Stage.EVICTING)
-        return self.bytes - (0 if copy is None or leaves else copy.bytes_done)
+        return self.bytes - (0 if copy is None else copy.keep_bytes if copy.leaving else copy.bytes_done)
+
+    def held_bytes(self, tier: Tier) -> int:
+        """The memory that they take in the tier."""
+        copy = self.copies.get(tier)
+        return 0 if copy is None else copy.part_bytes or self.bytes
+
+    def part_bytes(self, tier: Tier) -> int:
+        """What they kept when they made room: so much less they need to come back."""
+        copy = self.copies.get(tier)
+        return copy.part_bytes if copy is not None and copy.stage is Stage.PART else 0
 
 
 class Holdings:
@@ -222,6 +242,7 @@ class Holdings:
         self.budgets = dict(limits.budget_bytes)
         #: Whether nothing is loaded, for as long as the switch says so.
         self.observing = limits.observe
+        self.switched_off = False
         self.weights: dict[WeightsKey, Weights] = {}
         self.serving: dict[ModelName, WeightsKey] = {}
         self.in_tier: dict[Tier, dict[WeightsKey, Copy]] = {tier: {} for tier in Tier}
@@ -244,13 +265,12 @@ class Holdings:
     def add(self, weights: Weights, copy: Copy) -> None:
         weights.copies[copy.tier] = copy
         self.in_tier[copy.tier][weights.key] = copy
-        self.used_bytes[copy.tier] += weights.bytes
+        self.used_bytes[copy.tier] += weights.held_bytes(copy.tier)
 
     def remove(self, weights: Weights, tier: Tier) -> Copy:
-        copy = weights.copies.pop(tier)
+        self.used_bytes[tier] -= weights.held_bytes(tier)
         del self.in_tier[tier][weights.key]
-        self.used_bytes[tier] -= weights.bytes
-        return copy
+        return weights.copies.pop(tier)
 
     def forget(self, key: WeightsKey) -> None:
         """Weights of which there is no copy left are known no more; if they served, another version of the model does, if there is one."""
@@ -296,11 +316,11 @@ class Holdings:
 
     def freeing_bytes(self, tier: Tier) -> int:
         """Bytes that are on their way back to the kernel."""
-        return sum(
-            self.weights[key].bytes
-            for key, copy in self.in_tier[tier].items()
-            if copy.stage is Stage.EVICTING or copy.stage is Stage.CANCELLING
-        )
+        return sum(self.weights[key].held_bytes(tier) - copy.keep_bytes for key, copy in self.in_tier[tier].items() if copy.leaving)
+
+    def keeps_parts(self, tier: Tier) -> bool:
+        """Whether what makes room in the tier keeps what the room does not need."""
+        return tier is Tier.HOST and self.limits.parts and not self.switched_off
 
     def pinned_bytes(self, tier: Tier, but: WeightsKey) -> int:
         """Bytes that no room is made of: of pins, and on disk of what is nowhere below."""
@@ -308,12 +328,17 @@ class Holdings:
         return sum(w.bytes for w in others if w.pinned or (tier is Tier.DISK and not (w.ready(Tier.REMOTE) or w.retired)))
 
     def may_leave(self, weights: Weights, tier: Tier) -> bool:
-        """Whether the copy can be given up: ready, unleased, unpinned, no transfer's source, wanted by nobody, not the last copy."""
+        """Whether the copy can be given up: ready, unleased, unpinned, no transfer's source, wanted by nobody, not the last copy; or a part
+        that nobody waits for."""
         copy = weights.copies.get(tier)
-        if copy is None or copy.stage is not Stage.READY or copy.leases or (weights.pinned and not weights.retired):
+        if copy is None or copy.leases or (weights.pinned and not weights.retired):
+            return False
+        if copy.stage is Stage.PART:
+            return not weights.demanded
+        if copy.stage is not Stage.READY:
             return False
         above = weights.copies.get(Tier(tier + 1)) if tier < Tier.DEVICE else None
-        if above is not None and above.stage is not Stage.READY and above.stage is not Stage.EVICTING:
+        if above is not None and above.stage not in (Stage.READY, Stage.EVICTING, Stage.PART):
             return False
         if weights.demanded and tier < self.limits.serving_tier:
             return False
@@ -340,7 +365,7 @@ class Holdings:
             there = {key for key, weights in self.weights.items() if tier in weights.copies}
             if there != set(copies):
                 found.append(f"{tier.name}: the index of copies differs from the weights' own")
-            taken = sum(self.weights[key].bytes for key in copies)
+            taken = sum(self.weights[key].held_bytes(tier) for key in copies)
             if taken != self.used_bytes[tier]:
                 found.append(f"{tier.name}: {self.used_bytes[tier]} bytes booked, {taken} held")
             budget = self.budget(tier)
@@ -363,13 +388,21 @@ class Holdings:
             found.append(f"{where}: leased and {copy.stage}")
         if any(count < 1 for count in copy.leases.values()):
             found.append(f"{where}: a lease that nobody holds")
-        if copy.stage is not Stage.READY and copy.deadline_s <= 0.0:
+        if copy.stage not in (Stage.READY, Stage.PART) and copy.deadline_s <= 0.0:
             found.append(f"{where}: {copy.stage} without a deadline")
+        if (copy.stage is Stage.PART or copy.keep_bytes or copy.part_bytes) and not self._is_part(weights, copy):
+            found.append(f"{where}: {copy.stage} with {copy.part_bytes} bytes, {copy.keep_bytes} to stay")
         if copy.order is not None and copy.stage is not Stage.READY:
             found.append(f"{where}: an order that is ready and {copy.stage}")
         if copy.stage in (Stage.MOVING, Stage.PAUSING) and not self._has_source(weights, copy.tier):
             found.append(f"{where}: moving from nowhere")
         return found
+
+    def _is_part(self, weights: Weights, copy: Copy) -> bool:
+        """Whether its bytes are those of a part, or of what leaves but for a part."""
+        if copy.stage is Stage.PART:
+            return 0 < copy.part_bytes == copy.bytes_done < weights.bytes and not copy.keep_bytes
+        return copy.stage is Stage.EVICTING and copy.keep_bytes < (copy.part_bytes or weights.bytes)
 
     def _has_source(self, weights: Weights, tier: Tier) -> bool:
         below = weights.copies.get(Tier(tier - 1)) if tier > Tier.REMOTE else None

@@ -8,8 +8,8 @@ version that serves.
 
 What the machine expects of a loader, for every edge:
 
-* `LoadWeights` takes the memory for all bytes of the weights (with `resumed` it has it already) and is answered by
-  any number of
+* `LoadWeights` takes the memory for all bytes of the weights (with `resumed` it has it already; without, those below
+  `resume_from_bytes` are a part that is there) and is answered by any number of
   `BytesVerified` and then one of `WeightsLoaded`, `LoadPaused`, `LoadFailed`. After `LoadFailed` no byte of the copy
   is left in its tier.
 * `PauseLoad` is answered by `LoadPaused` at the end of the running block, or by what happened first: `WeightsLoaded`
@@ -19,6 +19,7 @@ What the machine expects of a loader, for every edge:
   load had just
   completed or failed, or nothing was left. Both are repeated when an answer is overdue, and may be answered more than
   once.
+* `EvictWeights` with `keep_bytes` leaves so many of the first bytes there, or fewer, or none; nobody is given them.
 """
 
 from __future__ import annotations
@@ -194,11 +195,12 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class WeightsEvicted:
-    """The kernel has the bytes back."""
+    """The kernel has the bytes back, but for the first `kept_bytes`: at most those that were to stay."""
 
     key: WeightsKey
     tier: Tier
     freed_bytes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +312,7 @@ Event = (
 class LoadWeights:
     """Move the weights up one edge. `order` is the prefetch behind it, if there is one.
 
-    `resumed`: after a pause; the memory is taken and the bytes below `resume_from_bytes` are there.
+    The bytes below `resume_from_bytes` are there. `resumed`: after a pause; then the memory is taken.
     """
 
     key: WeightsKey
@@ -343,12 +345,13 @@ class CancelLoad:
 
 @dataclass(frozen=True, slots=True)
 class EvictWeights:
-    """Give the memory back; `room_for` is what needs it when the reason is `room`."""
+    """Give the memory back; `room_for` is what needs it when the reason is `room`. `keep_bytes`: the first ones stay, as a part."""
 
     key: WeightsKey
     tier: Tier
     reason: Evicted
     room_for: WeightsKey | None = None
+    keep_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

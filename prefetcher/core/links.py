@@ -168,7 +168,7 @@ class Links:
             if weights.highest_ready() != tier - 1 or weights.retry_at_s > self.now_s:
                 continue
             copy = weights.copies.get(tier)
-            if copy is not None and copy.stage not in (Stage.PAUSED, Stage.CANCELLING, Stage.EVICTING):
+            if copy is not None and copy.stage not in (Stage.PAUSED, Stage.CANCELLING, Stage.EVICTING, Stage.PART):
                 continue
             rank = self.rank(weights, tier)
             if rank is not None:
@@ -194,11 +194,12 @@ class Links:
                 for paused in found.dropped:
                     self.transfers.cancel(paused, tier, Ending.CANCELLED, "room", self.now_s)
                 for victim in found.victims:
-                    self.transfers.evict(victim, tier, Evicted.ROOM, self.now_s, weights.key)
+                    kept = found.kept_bytes if victim is found.victims[-1] else 0
+                    self.transfers.evict(victim, tier, Evicted.ROOM, self.now_s, weights.key, kept)
                 if self._memory_is_at_hand(tier):
                     return
-                if found.reason != "behind_another" and tier not in weights.copies:
-                    claimed_bytes += weights.bytes
+                if found.reason != "behind_another" and (tier not in weights.copies or weights.part_bytes(tier)):
+                    claimed_bytes += weights.bytes - weights.part_bytes(tier)
                 demand_waits = demand_waits or rank is Rank.DEMAND
                 continue
             self._turned_away(weights, tier, rank, found.verdict, found.reason)
@@ -206,7 +207,7 @@ class Links:
     def _memory_is_at_hand(self, tier: Tier) -> bool:
         """Whether what leaves was told so just now: then the link waits these milliseconds, or a load of minutes would go first."""
         soon_s = self.limits.answer_s - self.limits.give_back_s
-        leaving = [c for c in self.holdings.in_tier[tier].values() if c.stage in (Stage.CANCELLING, Stage.EVICTING)]
+        leaving = [c for c in self.holdings.in_tier[tier].values() if c.leaving]
         return bool(leaving) and all(copy.nudges == 0 and copy.deadline_s - self.now_s > soon_s for copy in leaving)
 
     def _in_order(self, queue: dict[Rank, list[Weights]], tier: Tier) -> Iterator[tuple[Rank, Weights]]:
@@ -219,7 +220,7 @@ class Links:
             for weights in queue.get(rank, []):
                 yield rank, weights
         guesses = queue.get(Rank.PREFETCH, [])
-        for weights in sorted(guesses, key=lambda w: (tier not in w.copies, self._plan_rank(w, tier), w.key)):
+        for weights in sorted(guesses, key=lambda w: (w.held_bytes(tier) == w.part_bytes(tier), self._plan_rank(w, tier), w.key)):
             yield Rank.PREFETCH, weights
 
     def _plan_rank(self, weights: Weights, tier: Tier) -> int:

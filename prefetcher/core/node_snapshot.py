@@ -97,7 +97,7 @@ def restore_node(snapshot: dict[str, Any], links: Links, plans: Plans) -> None:
     holdings.mover = dict(state.movers)
     for tier in Tier:
         holdings.in_tier[tier] = {w.key: w.copies[tier] for w in state.weights if tier in w.copies}
-        holdings.used_bytes[tier] = sum(holdings.weights[key].bytes for key in holdings.in_tier[tier])
+        holdings.used_bytes[tier] = sum(holdings.weights[key].held_bytes(tier) for key in holdings.in_tier[tier])
     plans.planned = dict.fromkeys(state.planned)
     plans.seen = dict.fromkeys(state.seen)
     links.active = dict.fromkeys(state.active)

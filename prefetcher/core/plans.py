@@ -34,10 +34,17 @@ class Plans:
         self.fence = -1
         self.revision = -1
         self.allows_prefetch = True
-        self.switched_off = False
         #: Weights that something is known of: those of the plan, and those that were asked for since.
         self.planned: dict[WeightsKey, None] = {}
         self.seen: dict[DecisionId, None] = {}
+
+    @property
+    def switched_off(self) -> bool:
+        return self.holdings.switched_off
+
+    @switched_off.setter
+    def switched_off(self, off: bool) -> None:
+        self.holdings.switched_off = off
 
     def rank(self, weights: Weights, index: float) -> None:
         """What a held byte saves by what was said since the last plan; it holds until the next."""

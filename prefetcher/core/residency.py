@@ -24,7 +24,10 @@ full):
 | CANCELLING | no answer in time                                  | CANCELLING | CancelLoad   |
 | READY      | victim, hold, price, newer version, by hand        | EVICTING   | EvictWeights |
 | EVICTING   | `WeightsEvicted`                                   | nothing    |              |
+| EVICTING   | `WeightsEvicted`, and the first bytes stay         | PART       |              |
 | EVICTING   | no answer in time                                  | EVICTING   | EvictWeights |
+| PART       | its turn on the link, and the memory is there      | MOVING     | LoadWeights  |
+| PART       | victim, price, newer version, by hand              | EVICTING   | EvictWeights |
 
 Who goes next on a free link: demand in Smith's order; what people asked for; a new version that follows its
 predecessor; prefetches, those
@@ -36,6 +39,10 @@ A demand load gives way when somebody comes for weights of which more rows wait 
 memory and what it has read, and waits again in Smith's order. While somebody waits for it its memory is nobody else's: a newcomer that
 finds no room beside such loads is served from the tier below. One that did not move for `demand_deadline_s` in all is served from there
 itself. Prefetching switched off, nothing gives way but prefetches.
+
+Of what makes room in host memory, the last victim keeps what the room does not need, in whole blocks. Such a part serves nobody; its
+memory counts, its weights need so much less to come back, and it leaves as what is ready and idle does. While somebody waits for it, it
+is no victim. Prefetching switched off, nothing is kept, and parts make room first.
 
 Prefetches (`Order`): issued -> refused or joined (ends `replaced`) | begun -> ready -> given up or displaced, used or
 not | cancelled | failed.
@@ -321,8 +328,11 @@ class ResidencyMachine:
 
     def _weights_evicted(self, event: ev.WeightsEvicted) -> None:
         weights, copy = self._copy(event.key, event.tier)
-        if weights is None or copy is None or copy.stage in IN_FLIGHT:
+        if weights is None or copy is None or copy.stage in IN_FLIGHT or event.kept_bytes > copy.keep_bytes:
             self._skip("evicted", "not_leaving", event.key)
+            return
+        if event.kept_bytes > 0:
+            self.transfers.trimmed(weights, event.tier, event.kept_bytes, self._now_s)
             return
         if copy.stage is Stage.READY:
             # The memory went without our doing (a file was removed): nobody needs to be told to evict it.
@@ -401,7 +411,7 @@ class ResidencyMachine:
             self.transfers.cancel(weights, tier, Ending.CANCELLED, "asked", self._now_s)
             self._answer(event.ask_id, True, "cancelling")
         else:
-            if copy.stage is Stage.READY:
+            if not copy.leaving:
                 self.transfers.evict(weights, tier, Evicted.ASKED, self._now_s)
             self._answer(event.ask_id, True, "evicting")
 
@@ -413,7 +423,7 @@ class ResidencyMachine:
             return "leased"
         if weights.pinned:
             return "pinned"
-        if copy.stage in IN_FLIGHT:
+        if copy.stage in IN_FLIGHT or copy.stage is Stage.PART:
             return "demanded" if weights.demanded else ""
         if copy.stage is Stage.READY and not self.holdings.may_leave(weights, tier):
             return "in_use"
@@ -440,6 +450,9 @@ class ResidencyMachine:
                 self.transfers.evict(weights, tier, Evicted.WINDOW if batch_over else Evicted.HOLD, now_s)
             elif copy.bad or weights.retired:
                 self._let_go(weights, copy)
+        elif copy.stage is Stage.PART:
+            if weights.retired:
+                self.links.retire(weights)
         elif copy.stage is Stage.PAUSED:
             unwanted = self.links.rank(weights, tier) is None
             if unwanted or (copy.deadline_s <= now_s and self.links.is_guess(weights, tier)):

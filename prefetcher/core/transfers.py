@@ -96,11 +96,14 @@ class Transfers:
     # --- loads ---
 
     def start(self, weights: Weights, tier: Tier, cause: Cause, pending: Pending | None, now_s: float) -> None:
-        """PAUSED or nothing -> MOVING; `pending` is the prefetch that this transfer begins or goes on with, if it is one."""
+        """PAUSED, PART or nothing -> MOVING; `pending` is the prefetch that this transfer begins or goes on with, if it is one."""
         copy = weights.copies.get(tier)
-        resumed = copy is not None
-        if copy is None:
-            copy = Copy(tier, Stage.MOVING, cause, now_s)
+        resumed = copy is not None and copy.stage is Stage.PAUSED
+        if copy is None or not resumed:
+            part_bytes = weights.part_bytes(tier)
+            if part_bytes:
+                self.gone(weights, tier, now_s)
+            copy = Copy(tier, Stage.MOVING, cause, now_s, bytes_done=part_bytes)
             copy.decision_id = pending.order.decision_id if pending is not None else None
             self.holdings.add(weights, copy)
         copy.stage = Stage.MOVING
@@ -204,21 +207,30 @@ class Transfers:
 
     # --- memory ---
 
-    def evict(self, weights: Weights, tier: Tier, reason: Evicted, now_s: float, room_for: WeightsKey | None = None) -> None:
-        """READY -> EVICTING; nobody is given the copy from now on, and its bytes count until the kernel has them back."""
+    def evict(
+        self, weights: Weights, tier: Tier, reason: Evicted, now_s: float, room_for: WeightsKey | None = None, keep_bytes: int = 0
+    ) -> None:
+        """READY or PART -> EVICTING; nobody is given the copy from now on, and its bytes count until the kernel has them back."""
         copy = weights.copies[tier]
         self.end_ready(copy, reason, now_s)
         copy.stage = Stage.EVICTING
+        copy.keep_bytes = keep_bytes
         copy.deadline_s = now_s + self.limits.answer_s
         copy.nudges = 0
-        self.out.append(EvictWeights(weights.key, tier, reason, room_for))
+        self.out.append(EvictWeights(weights.key, tier, reason, room_for, keep_bytes))
+
+    def trimmed(self, weights: Weights, tier: Tier, kept_bytes: int, now_s: float) -> None:
+        """EVICTING -> PART: the kernel has all but the first bytes. Their memory is booked anew, as nobody's guess."""
+        self.gone(weights, tier, now_s)
+        self.holdings.add(weights, Copy(tier, Stage.PART, Cause.DEMAND, now_s, bytes_done=kept_bytes, part_bytes=kept_bytes))
 
     def gone(self, weights: Weights, tier: Tier, now_s: float) -> None:
         """Any stage -> nothing: the kernel has the bytes."""
-        copy = self.holdings.remove(weights, tier)
+        ended = self.residency(weights, weights.copies[tier], now_s)
+        self.holdings.remove(weights, tier)
         if self.holdings.mover.get(tier) == weights.key:
             del self.holdings.mover[tier]
-        self.out.append(Record(self.residency(weights, copy, now_s)))
+        self.out.append(Record(ended))
 
     def repeat(self, weights: Weights, copy: Copy, now_s: float) -> None:
         """The answer to an instruction is overdue: say it again, ever less often."""
@@ -229,7 +241,7 @@ class Transfers:
         elif copy.stage is Stage.CANCELLING:
             self.out.append(CancelLoad(weights.key, copy.tier, "overdue"))
         elif copy.stage is Stage.EVICTING:
-            self.out.append(EvictWeights(weights.key, copy.tier, Evicted.OVERDUE))
+            self.out.append(EvictWeights(weights.key, copy.tier, Evicted.OVERDUE, keep_bytes=copy.keep_bytes))
 
     # --- serving ---
 
@@ -278,9 +290,8 @@ class Transfers:
 
     def residency(self, weights: Weights, copy: Copy, end_s: float) -> ResidencyEnded:
         """The fact that the copy's memory was held until `end_s`."""
-        return ResidencyEnded(
-            weights.key, copy.tier, copy.cause, copy.start_s, copy.ready_s, copy.last_use_s, end_s, weights.bytes, copy.decision_id
-        )
+        size, ready_s = weights.held_bytes(copy.tier), copy.ready_s
+        return ResidencyEnded(weights.key, copy.tier, copy.cause, copy.start_s, ready_s, copy.last_use_s, end_s, size, copy.decision_id)
 
     def end_segment(self, weights: Weights, copy: Copy, bytes_done: int, now_s: float) -> None:
         """The bytes stop moving, for good or for a while."""
