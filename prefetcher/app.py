@@ -580,6 +580,7 @@ def _agent_options(settings: Settings, folder: Path) -> AgentOptions:
         price_s_per_gb_h=settings.decision.price,
         threads=node.load_threads,
         prefetch_bytes_per_s=node.prefetch_bytes_per_s,
+        parts=node.parts,
         seed=settings.decision.seed,
         group=node.group,
         reserve_bytes=node.reserve_bytes,

@@ -136,6 +136,7 @@ class NodeSettings(_Group):
     prefetch_bytes_per_s: Bytes | None = Field(
         default=None, gt=0, description="the most that prefetches read from the disk; without it, as fast as it gives"
     )
+    parts: bool = Field(default=True, description="of what makes room, keep what the room does not need, so that less is read again")
 
 
 class DecisionSettings(_Group):

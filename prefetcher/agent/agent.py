@@ -96,6 +96,7 @@ class AgentOptions:
     price_s_per_gb_h: float = 0.002
     threads: int = 4
     prefetch_bytes_per_s: float | None = None
+    parts: bool = True
     seed: int = 0
     group: str = ""
     reserve_bytes: int = 0
@@ -152,6 +153,7 @@ class Agent:
                 link_bytes_per_s=options.link_bytes_per_s,
                 adopted_hold_s=options.hold_s,
                 observe=options.observe,
+                parts=options.parts,
             ).on_clock(clock.speed),
             seed=options.seed,
         )
@@ -383,6 +385,8 @@ class Agent:
                 if not (told.resumed and weights.copies[told.to_tier].yields):
                     self._meter.starting(weights, self._machine.holdings, self._clock.now_s())
                 self._load_started.setdefault(told.key, self._clock.steady_s())
+                if not told.resumed:
+                    self._metrics.kept.inc(told.resume_from_bytes)
                 log().info("load_started", model=told.key.model, cause=told.cause.value, bytes=told.bytes, from_byte=told.resume_from_bytes)
                 self._moves.start(told)
                 if weights.demanded:
@@ -394,9 +398,10 @@ class Agent:
             case ev.CancelLoad():
                 self._moves.evict(told.key, told.tier)
             case ev.EvictWeights():
-                log().info("evicting", model=told.key.model, tier=told.tier.name.lower(), reason=told.reason.value)
-                self._left[told.key.model] = told.reason.value
-                self._moves.evict(told.key, told.tier)
+                tier, reason = told.tier.name.lower(), told.reason.value
+                log().info("evicting", model=told.key.model, tier=tier, reason=reason, keep_bytes=told.keep_bytes)
+                self._left[told.key.model] = reason
+                self._moves.evict(told.key, told.tier, told.keep_bytes)
             case ev.GrantLease() | ev.RefuseLease():
                 self._waits.answer(told.token, told)
             case ev.Answer():
@@ -493,7 +498,7 @@ class Agent:
         totals = self._totals()
         self._link.show(records.encode(report), records.encode(totals) if self._kept.all_written else None)
         usage = self._arena.usage()
-        for use in ("budget", "loading", "published", "lingering", "locked", "allocated"):
+        for use in ("budget", "loading", "published", "part", "lingering", "locked", "allocated"):
             self._metrics.host.labels(use=use).set(getattr(usage, f"{use}_bytes"))
         self._metrics.idle.set(totals["idle_byte_seconds"])
         self._metrics.wasted.set(totals["wasted_byte_seconds"])

@@ -36,6 +36,7 @@ __all__ = [
     "lock",
     "may_lock_anything",
     "populate",
+    "punch",
 ]
 
 LockPolicy = Literal["auto", "require", "off"]
@@ -44,6 +45,9 @@ LockPolicy = Literal["auto", "require", "off"]
 OWN_MOUNT = Path("/run/prefetcher/host")
 
 _MADV_POPULATE_WRITE = 23
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+#: Holes end on the boundary of a huge page: of a page that they share with what stays, nothing is given back.
+_HUGE_PAGE_BYTES = 2 << 20
 _F_ADD_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 1033, 0x2, 0x4, 0x10
 _CAP_IPC_LOCK = 14
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
@@ -60,6 +64,15 @@ def _address(view: memoryview) -> int:
 def populate(view: memoryview, start: int, end: int) -> None:
     """Faults in bytes [start, end) of a mapping without the interpreter's lock. Where the kernel can't, reads will."""
     _libc.madvise(ctypes.c_void_p(_address(view) + start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE)
+
+
+def punch(fd: int, start: int, end: int) -> str | None:
+    """Gives the memory of a file's bytes from `start` to its `end` back, which read as zeros then; returns why not, or None."""
+    length = -(-end // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES - start
+    mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+    if _libc.fallocate(ctypes.c_int(fd), ctypes.c_int(mode), ctypes.c_int64(start), ctypes.c_int64(length)):
+        return os.strerror(ctypes.get_errno())
+    return None
 
 
 def lock(view: memoryview) -> str | None:

@@ -1,11 +1,14 @@
 """The host tier's memory: one exact-length tmpfs file a shard, allocated before it is read, locked, never rewritten.
 
-Covers the byte ledger and the life of copies (begin, publish, read-only descriptors, evict, collect, adopt). Where the
+Covers the byte ledger and the life of copies (begin, publish, read-only descriptors, trim, evict, collect, adopt). Where the
 files lie and how memory is asked for is in `hostfolder`; filling them is `loader`'s work.
 
 A copy's bytes count from `begin` until the kernel has them back: an evicted file is unlinked at once, and its bytes are
 given back only when no other process has it open or mapped. Clients get descriptors of their own, so a write lease on
 ours (fcntl F_SETLEASE) is granted exactly when they are gone.
+
+A copy of which only the first blocks are to stay becomes a part: nobody sees it, it counts with what it keeps, and `begin` goes on with it.
+That is done only to files that nobody else has open or mapped, which a write lease must prove: nobody ever reads a hole.
 """
 
 from __future__ import annotations
@@ -47,17 +50,25 @@ class HostFile:
             os.close(fd)
             raise
         self.view = memoryview(self.map)
+        self.mapped = True
         self.locked = False
         if huge_advice:
             with contextlib.suppress(OSError):
                 self.map.madvise(mmap.MADV_HUGEPAGE)
+
+    def remap(self) -> None:
+        """Maps it again, if it is not. Raises OSError."""
+        if not self.mapped:
+            self.map = mmap.mmap(self.fd, self.entry.bytes)
+            self.view = memoryview(self.map)
+            self.mapped = True
 
     def unmap(self) -> None:
         """Unmaps, which also unlocks."""
         self.view.release()
         with contextlib.suppress(ValueError):
             self.map.close()
-        self.locked = False
+        self.locked = self.mapped = False
 
     def held_elsewhere(self) -> bool:
         """Whether any other descriptor or mapping of the file exists, in any process."""
@@ -70,42 +81,68 @@ class HostFile:
         fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         return False
 
+    def is_ours_alone(self) -> bool:
+        """Whether it is certain that there is no other descriptor or mapping of the file: what is not known is taken to be one."""
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+        return True
+
     def allocated_bytes(self) -> int:
         return os.fstat(self.fd).st_blocks * 512
 
 
 @dataclass(slots=True)
 class HostCopy:
-    """One version of one model in host memory. Nobody but the loader sees it before `state` is `published`."""
+    """One version of one model in host memory. Nobody but the loader sees it before `state` is `published`.
+
+    `bytes` is what it counts with; the first `kept_bytes` are verified already where it was a part.
+    """
 
     manifest: Manifest
     files: list[HostFile]
     name: str
-    state: Literal["loading", "published", "evicted"] = "loading"
+    state: Literal["loading", "published", "part", "evicted"] = "loading"
+    bytes: int = 0
+    kept_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.bytes = self.manifest.bytes
 
     @property
     def key(self) -> WeightsKey:
         return self.manifest.key
 
-    @property
-    def bytes(self) -> int:
-        return self.manifest.bytes
+    def whole_blocks(self, most_bytes: int) -> int:
+        """Bytes of its first blocks, as many as `most_bytes` have room for."""
+        taken = 0
+        for entry in self.manifest.files:
+            for start in range(0, entry.bytes, BLOCK_BYTES):
+                block = min(BLOCK_BYTES, entry.bytes - start)
+                if taken + block > most_bytes:
+                    return taken
+                taken += block
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaUsage:
-    """Bytes. `lingering` are evicted and still mapped by somebody; `allocated` is what the kernel counts for all."""
+    """Bytes. `part`: of copies that kept some; `lingering`: evicted and still mapped by somebody; `allocated`: what the kernel counts for
+    all."""
 
     budget_bytes: int
     loading_bytes: int
     published_bytes: int
+    part_bytes: int
     lingering_bytes: int
     locked_bytes: int
     allocated_bytes: int
 
     @property
     def taken_bytes(self) -> int:
-        return self.loading_bytes + self.published_bytes + self.lingering_bytes
+        return self.loading_bytes + self.published_bytes + self.part_bytes + self.lingering_bytes
 
 
 def _file_name(index: int) -> str:
@@ -154,6 +191,7 @@ class HostArena:
                 self.budget_bytes,
                 sum(c.bytes for c in copies if c.state == "loading"),
                 sum(c.bytes for c in copies if c.state == "published"),
+                sum(c.bytes for c in copies if c.state == "part"),
                 sum(c.bytes for c in copies if c.state == "evicted"),
                 sum(f.entry.bytes for f in files if f.locked),
                 sum(f.allocated_bytes() for f in files),
@@ -164,23 +202,30 @@ class HostArena:
         copy = self._copies.get(key)
         return copy if copy is not None and copy.state == "published" else None
 
+    def part(self, key: WeightsKey) -> HostCopy | None:
+        """The part that is there, if there is one."""
+        copy = self._copies.get(key)
+        return copy if copy is not None and copy.state == "part" else None
+
     def begin(self, manifest: Manifest) -> HostCopy:
-        """Takes the budget for one model and creates its files, empty; `allocate` makes the memory real.
+        """Takes the budget for one model and creates its files, empty; `allocate` makes the memory real. Of a part the rest is taken.
 
         Raises:
             NoRoomError: the budget or the memory does not suffice now, or the key is there already.
         """
         self.collect()
         with self._guard:
-            if manifest.key in self._copies:
+            part = self.part(manifest.key)
+            if manifest.key in self._copies and part is None:
                 raise NoRoomError(f"{manifest.model} is already in host memory or on its way")
-            taken = sum(c.bytes for c in self._copies.values()) + sum(c.bytes for c in self._lingering)
+            taken = sum(c.bytes for c in self._copies.values() if c is not part) + sum(c.bytes for c in self._lingering)
             if taken + manifest.bytes > self.budget_bytes:
                 raise NoRoomError(
                     f"{manifest.model} needs {manifest.bytes} bytes of host memory, {self.budget_bytes - taken} are free; evict first"
                 )
-            self._serial += 1
-            copy = HostCopy(manifest, [], f".{self._serial}.loading")
+            if part is not None:
+                return self._go_on(part)
+            copy = HostCopy(manifest, [], self._hidden_name())
             try:
                 self._folder.make(copy.name)
                 for index, entry in enumerate(manifest.files):
@@ -192,6 +237,19 @@ class HostArena:
                 raise NoRoomError(f"{manifest.model}: host memory cannot be taken ({exc.strerror}); {what}") from exc
             self._copies[manifest.key] = copy
             return copy
+
+    def _hidden_name(self) -> str:
+        self._serial += 1
+        return f".{self._serial}.loading"
+
+    def _go_on(self, part: HostCopy) -> HostCopy:
+        try:
+            for file in part.files:
+                file.remap()
+        except OSError as exc:
+            raise NoRoomError(f"{part.manifest.model}: host memory cannot be mapped ({exc.strerror}); free some") from exc
+        part.state, part.bytes = "loading", part.manifest.bytes
+        return part
 
     def allocate(self, copy: HostCopy, file: int, start: int, end: int) -> None:
         """Makes bytes [start, end) of a file real, so that reading into them can't fail for want of memory.
@@ -246,6 +304,39 @@ class HostArena:
                     os.close(fd)
                 raise NoRoomError(f"{copy.manifest.model}: the agent can't open its files ({exc.strerror}); raise `ulimit -n`") from exc
         return fds
+
+    def trim(self, copy: HostCopy, keep_bytes: int) -> tuple[int, str]:
+        """Gives back all but the first blocks of a copy, of `keep_bytes` at most, where nobody else has any of its files.
+
+        Nobody sees what is kept before all of it is there again. Returns its bytes; 0 where it can't be done, with the reason: the copy
+        is to be evicted then, and may have lost bytes.
+        """
+        with self._guard:
+            if copy.state == "part" and copy.bytes <= keep_bytes:
+                return copy.bytes, ""
+            kept = copy.whole_blocks(keep_bytes)
+            if copy.state not in ("published", "part") or not kept:
+                return 0, "less than a block would stay"
+            if self._folder.kind == "memfd":
+                return 0, "memory files are sealed"
+            copy.state = "loading"
+            name = self._hidden_name()
+            self._folder.rename(copy.name, name)
+            copy.name = name
+            if not all(file.is_ours_alone() for file in copy.files):
+                return 0, "somebody still has it open or mapped"
+            before = 0
+            for file in copy.files:
+                start = max(0, kept - before)
+                before += file.entry.bytes
+                if start >= file.entry.bytes:
+                    continue
+                file.unmap()
+                problem = hostfolder.punch(file.fd, start, file.entry.bytes)
+                if problem is not None or file.allocated_bytes() > start:
+                    return 0, problem or "the kernel did not give it back"
+            copy.state, copy.bytes, copy.kept_bytes = "part", kept, kept
+            return kept, ""
 
     def evict(self, copy: HostCopy) -> int:
         """Unlinks a copy, also a half-loaded one; returns how many of its bytes the kernel has not given back yet."""

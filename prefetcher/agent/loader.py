@@ -134,6 +134,10 @@ class _Run:
                 end = min(entry.bytes, start + BLOCK_BYTES)
                 self.blocks.append(_Block(number, index, start, end, before))
                 before += end - start
+        # Of a part the first blocks are there, and were verified when they were read.
+        while self.next < len(self.blocks) and self.blocks[self.next].before < target.kept_bytes:
+            self.done_bytes += self.blocks[self.next].end - self.blocks[self.next].start
+            self.next += 1
 
     def take(self) -> _Block | None:
         """The next block, once it may be read; None when there is none or the load ends."""
@@ -287,7 +291,7 @@ def load(
     threads: int = THREADS,
 ) -> LoadResult:
     """Fills `target` (from `arena.begin`) and returns when every byte is there and verified; publishing is left to the
-    caller.
+    caller. What a part kept is not read again.
 
     `on_block(file, block, verified_bytes)` is told each verified block; blocks may come out of order.
     `on_paused(verified_bytes)` is told when a pause has taken hold: nothing is being read. Both are called from the

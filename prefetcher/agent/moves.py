@@ -98,10 +98,10 @@ class Moves:
             )
             self.arena.publish(copy)
         except LoadCancelledError:
-            self._give_back(copy)
+            self._give_back(key, copy)
             self._end(key, ev.WeightsEvicted(key, Tier.HOST, source.manifest.bytes))
         except PrefetcherError as exc:
-            self._give_back(copy)
+            self._give_back(key, copy)
             bad = isinstance(exc, IntegrityError | ManifestError | UnsafeFormatError)
             if bad:
                 self.disk.quarantine(source, str(exc))
@@ -109,13 +109,14 @@ class Moves:
             log().warning("load_failed", model=key.model, reason=str(exc), source_bad=bad)
             self._end(key, ev.LoadFailed(key, Tier.HOST, str(exc), retry_after_s, source_bad=bad))
         except Exception as exc:  # noqa: BLE001 - a load that ends without a word would stay on its way for ever
-            self._give_back(copy)
+            self._give_back(key, copy)
             log().error("load_failed", model=key.model, reason=str(exc), source_bad=False, exc_info=not isinstance(exc, OSError))
             self._end(key, ev.LoadFailed(key, Tier.HOST, str(exc)))
         else:
             self._end(key, ev.WeightsLoaded(key, Tier.HOST))
 
-    def _give_back(self, copy: HostCopy | None) -> None:
+    def _give_back(self, key: WeightsKey, copy: HostCopy | None) -> None:
+        copy = copy or self.arena.part(key)
         if copy is not None:
             self.arena.evict(copy)
 
@@ -140,17 +141,25 @@ class Moves:
         if move is not None:
             move.control.pause()
 
-    def evict(self, key: WeightsKey, tier: Tier) -> None:
-        """Stops what moves, or gives up what is there; answered by `WeightsEvicted` once the kernel has the bytes back."""
+    def evict(self, key: WeightsKey, tier: Tier, keep_bytes: int = 0) -> None:
+        """Stops what moves, or gives up what is there, but for about `keep_bytes` where that can be done; answered by `WeightsEvicted` once
+        the kernel has the bytes back."""
         move = self._moves.get(key)
         if move is not None:
             move.control.cancel()
             return
-        copy = self.arena.copy(key) if tier is Tier.HOST else None
+        copy = (self.arena.copy(key) or self.arena.part(key)) if tier is Tier.HOST else None
         if copy is None:
             if key not in self._leaving:
                 self.post(ev.WeightsEvicted(key, tier))
             return
+        if keep_bytes:
+            held = copy.bytes
+            kept, why = self.arena.trim(copy, keep_bytes)
+            if kept:
+                self.post(ev.WeightsEvicted(key, tier, held - kept, kept))
+                return
+            log().info("not_kept", model=key.model, bytes=keep_bytes, reason=why, then="all of it is evicted")
         if self.arena.evict(copy):
             self._leaving[key] = copy
         else:
@@ -158,6 +167,8 @@ class Moves:
 
     def collect(self) -> None:
         """Looks after evicted copies that somebody still maps."""
+        if self._leaving:
+            self.arena.collect()
         for key, copy in list(self._leaving.items()):
             if not self.arena.evict(copy):
                 del self._leaving[key]

@@ -188,6 +188,7 @@ def make_report(
         busy_ratio=meter.busy_ratio(now_s),
         observe=machine.holdings.observing,
         prefetching=not machine.plans.switched_off,
+        parts=machine.holdings.keeps_parts(Tier.HOST),
         fence=machine.plans.fence,
         revision=machine.plans.revision,
         held=tuple(held),
@@ -247,7 +248,7 @@ def _why_absent(
 ) -> str:
     """Why weights are not in memory, as a short name; '' where they are, or nothing is known but that nobody asked."""
     holdings = machine.holdings
-    if Tier.HOST in weights.copies:
+    if Tier.HOST in weights.copies and not weights.part_bytes(Tier.HOST):
         return ""
     if machine.holdings.observing:
         return "observe"

@@ -130,7 +130,11 @@ def _models(status: dict[str, Any]) -> list[tuple[str, ...]]:
     for held in node["held"]:
         share = held["bytes_done"] / max(1, held["bytes"])
         state = held["state"] if held["state"] == "ready" else f"{held['state']} {share:.0%}"
+        if held["state"] == "part":
+            state = f"part, {size(held['bytes_done'])}"
         why = held["cause"] + (", pinned" if held["pinned"] else "") + _because(held["contributions"])
+        if held["state"] == "part":
+            why = "the rest made room" + (", pinned" if held["pinned"] else "")
         if held["model"] in waits:
             why += f", {waits[held['model']]}"
         row = (held["model"], held["tier"], state, size(held["bytes"]), why, span(now_s - held["since_s"]))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefetcher.controller.records import NodeReport
+from prefetcher.core.admission import choose_parts
 from prefetcher.core.hints import Expected
 from prefetcher.core.planner import choose_victims, outbids
 from prefetcher.core.quotas import CAPPED, Quotas, gives_up
@@ -214,7 +215,12 @@ class _Chooser:
         self._hold_s = np.full(count, given.hold_s) if windows is None else windows.hold_s
         lead_s = np.full(count, np.inf) if windows is None else windows.lead_s
         self._lead_s = np.where(lead_s >= NO_LEAD_LIMIT_S, np.inf, lead_s)
-        self._held = {h.model: h for h in report.held if h.tier == Tier.HOST.name.lower()}
+        held = [h for h in report.held if h.tier == Tier.HOST.name.lower()]
+        self._held = {h.model: h for h in held if not h.is_part}
+        parts = {h.model: h.bytes_done for h in held if h.is_part}
+        #: What is there of models that made room, but for these bytes: so much less has to come.
+        self._parts = np.array([float(parts.get(k.model, 0)) for k in report.known])
+        self._link_s *= 1.0 - self._parts / np.maximum(self._sizes, 1.0)
         self.skipped: dict[str, int] = {}
         #: What each tenant holds beyond demand, and which of that are prefetches that nobody used yet and may leave.
         self._claimed: dict[str, float] = {}
@@ -244,7 +250,7 @@ class _Chooser:
             elif on_its_way or waiting:
                 carried.append(past.order)
             if waiting:
-                self._promised_bytes += float(self._sizes[i])
+                self._promised_bytes += float(self._sizes[i] - self._parts[i])
                 self._claim(i)
                 self._promised_s += float(self._link_s[i])
         return carried
@@ -368,10 +374,12 @@ class _Chooser:
             [
                 i
                 for i, k in enumerate(report.known)
-                if (h := self._held.get(k.model)) and h.state == "ready" and not h.leases and not h.pinned and not h.decision_id
+                if ((h := self._held.get(k.model)) and h.state == "ready" and not h.leases and not h.pinned and not h.decision_id)
+                or (self._parts[i] > 0.0 and not k.pinned)
             ],
             np.int64,
         )
+        takes = np.where(self._parts > 0.0, self._parts, self._sizes)
         new: list[tuple[Order, float]] = []
         refused = 0
         for score, i in candidates:
@@ -386,9 +394,14 @@ class _Chooser:
             if given_up is None:
                 self._skip(CAPPED)
                 continue
-            need = self._sizes[i] - free - float(self._sizes[given_up].sum())
-            below = stays[self._index[stays] < score] if len(stays) else stays
-            victims, enough = choose_victims(self._index, self._sizes, below, float(need))
+            size = float(self._sizes[i] - self._parts[i])
+            need = size - free - float(self._sizes[given_up].sum())
+            below = stays[(self._index[stays] < score) & (stays != i)] if len(stays) else stays
+            kept = 0.0
+            if report.parts:
+                victims, enough, kept = choose_parts(self._index, takes, below, need)
+            else:
+                victims, enough = choose_victims(self._index, takes, below, need)
             if not enough:
                 self._skip("no_room")
                 refused += 1
@@ -397,7 +410,9 @@ class _Chooser:
                 self._skip("hint_unlikely")
                 continue
             highest = float(self._index[victims].max()) if len(victims) else 0.0
-            bids = outbids(score / margin, float(self._sizes[i]), self._index, self._sizes, victims)
+            freed = takes.copy()
+            freed[victims[-1:]] -= kept
+            bids = outbids(score / margin, size, self._index, freed, victims)
             if not bids or (len(victims) and score <= margin * highest):
                 self._skip("victims_worth_more")
                 refused += 1
@@ -405,8 +420,8 @@ class _Chooser:
             new.append((self._order(i), score))
             self._give_up(given_up)
             self._claim(i)
-            free += float(self._sizes[victims].sum()) + float(self._sizes[given_up].sum()) - float(self._sizes[i])
-            stays = stays[~np.isin(stays, victims)]
+            free += float(takes[victims].sum()) - kept + float(self._sizes[given_up].sum()) - size
+            stays = stays[~np.isin(stays, [*victims, i])]
             link_left_s -= float(self._link_s[i])
         return new
 

@@ -385,7 +385,7 @@ class KnownWeights(msgspec.Struct, frozen=True):
 
 
 class HeldWeights(msgspec.Struct, frozen=True):
-    """Weights in memory or on their way: `state` as the residency machine calls it."""
+    """Weights in memory or on their way: `state` as the residency machine calls it. A `part` takes memory for its `bytes_done` alone."""
 
     model: str
     version: str
@@ -400,6 +400,14 @@ class HeldWeights(msgspec.Struct, frozen=True):
     leases: int = 0
     pinned: bool = False
     contributions: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def is_part(self) -> bool:
+        return self.state == "part"
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.bytes_done if self.is_part else self.bytes
 
 
 class QueuedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -433,6 +441,7 @@ class NodeReport(msgspec.Struct, frozen=True):
 
     `recent_wait_s` and `waiting_rows` are moving means over loads; `busy_ratio` of the last ten minutes. `unknown_rows`: requests since its
     start for models that it does not have, and in `unknown` which models, most asked for first. `queued`: what requests wait for now.
+    `parts`: of what makes room there, what the room does not need stays.
     """
 
     node: str
@@ -453,6 +462,7 @@ class NodeReport(msgspec.Struct, frozen=True):
     unknown_rows: int = 0
     unknown: tuple[tuple[str, int], ...] = ()
     queued: tuple[QueuedWeights, ...] = ()
+    parts: bool = False
 
 
 class NodeRoom(msgspec.Struct, frozen=True):

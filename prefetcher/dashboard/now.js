@@ -11,7 +11,7 @@ const OLD_S = 4.5;
 const MOVES = 12;
 const STATES = [
   ["leased", "leased now"], ["pinned", "pinned"], ["used", "used before"], ["early", "brought ahead, not used yet"],
-  ["arriving", "on its way in"], ["leaving", "on its way out"],
+  ["arriving", "on its way in"], ["leaving", "on its way out"], ["kept", "kept of what made room"],
 ];
 const SORTS = { worst: "worst first", name: "by name", full: "fullest first", busy: "busiest link first", moving: "most loads first" };
 const FILTERS = { all: "all nodes", problem: "with a problem", moving: "that load", off: "off or observing" };

@@ -25,8 +25,8 @@ NODE_SORTS: tuple[NodeSort, ...] = ("worst", "name", "full", "busy", "moving")
 NodeState = Literal["all", "problem", "moving", "off"]
 NODE_STATES: tuple[NodeState, ...] = ("all", "problem", "moving", "off")
 #: Bytes of a tier are one of these: leased at this moment; kept by a pin; used before; brought ahead and not used yet; on their way in;
-#: on their way out.
-STATES = ("leased", "pinned", "used", "early", "arriving", "leaving")
+#: on their way out; of what made room for something smaller, and kept the rest.
+STATES = ("leased", "pinned", "used", "early", "arriving", "leaving", "kept")
 _TIERS = ("host", "device")
 _ON_ITS_WAY = frozenset(stage.value for stage in IN_FLIGHT)
 _LEAVING = frozenset({"cancelling", "evicting"})
@@ -41,6 +41,8 @@ def state_of(held: HeldWeights) -> str:
         return "leaving"
     if held.state in _ON_ITS_WAY:
         return "arriving"
+    if held.is_part:
+        return "kept"
     if held.leases:
         return "leased"
     if held.pinned:
@@ -80,7 +82,7 @@ def _line(name: str, report: NodeReport) -> dict[str, Any]:
     counts = {"held": 0, "moving": 0, "waited_for": 0}
     for held in report.held:
         state = state_of(held)
-        by_tier.setdefault(held.tier, dict.fromkeys(STATES, 0))[state] += held.bytes
+        by_tier.setdefault(held.tier, dict.fromkeys(STATES, 0))[state] += held.memory_bytes
         counts["held"] += 1
         if state == "arriving":
             counts["moving"] += 1

@@ -61,6 +61,9 @@ class Metrics:
             buckets=_WAIT_BUCKETS,
         )
         self.moved = Counter("prefetcher_moved_bytes_total", "Bytes loaded and verified.", ["cause"], registry=registry)
+        self.kept = Counter(
+            "prefetcher_kept_bytes_total", "Bytes that a load did not read because a part of the weights was there.", registry=registry
+        )
         self.fetches = Counter("prefetcher_fetches_total", "Fetches from the store ended.", ["cause", "result"], registry=registry)
         self.fetch_time = Histogram(
             "prefetcher_fetch_seconds", "Time from the start of a fetch to weights on disk.", registry=registry, buckets=_WAIT_BUCKETS
