@@ -398,8 +398,8 @@ class Agent:
             case ev.CancelLoad():
                 self._moves.evict(told.key, told.tier)
             case ev.EvictWeights():
-                tier, reason = told.tier.name.lower(), told.reason.value
-                log().info("evicting", model=told.key.model, tier=tier, reason=reason, keep_bytes=told.keep_bytes)
+                where, reason = told.tier.name.lower(), told.reason.value
+                log().info("evicting", model=told.key.model, tier=where, reason=reason, keep_bytes=told.keep_bytes)
                 self._left[told.key.model] = reason
                 self._moves.evict(told.key, told.tier, told.keep_bytes)
             case ev.GrantLease() | ev.RefuseLease():

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefetcher.controller.records import NodeReport
-from prefetcher.core.admission import choose_parts
 from prefetcher.core.hints import Expected
-from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.planner import choose_parts, choose_victims, outbids
 from prefetcher.core.quotas import CAPPED, Quotas, gives_up
 from prefetcher.core.ranking import WAITING_PRIOR_LOADS
 from prefetcher.core.schedules import Needs
@@ -410,9 +409,7 @@ class _Chooser:
                 self._skip("hint_unlikely")
                 continue
             highest = float(self._index[victims].max()) if len(victims) else 0.0
-            freed = takes.copy()
-            freed[victims[-1:]] -= kept
-            bids = outbids(score / margin, size, self._index, freed, victims)
+            bids = outbids(score / margin, size, self._index, takes, victims, kept)
             if not bids or (len(victims) and score <= margin * highest):
                 self._skip("victims_worth_more")
                 refused += 1

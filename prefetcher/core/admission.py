@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 import numpy as np
-import numpy.typing as npt
 
 from prefetcher.core.copies import IN_FLIGHT, Holdings, Stage, Weights
-from prefetcher.core.node import BLOCK_BYTES
-from prefetcher.core.planner import choose_victims, outbids
+from prefetcher.core.planner import choose_parts, choose_victims, outbids
 from prefetcher.core.quotas import CAPPED, gives_up
 from prefetcher.core.types import TenantQuota, Tier
 
-__all__ = ["Admission", "Rank", "Verdict", "admit", "below_price", "choose_parts", "index_of", "over_cap", "under_cap"]
+__all__ = ["Admission", "Rank", "Verdict", "admit", "below_price", "index_of", "over_cap", "under_cap"]
 
 #: The index window of the decision: weights that nobody knows anything about are taken to be used once in it at most.
 UNKNOWN_WINDOW_S = 600.0
@@ -196,21 +194,6 @@ def _as_set(candidates: list[Weights], tier: Tier, holdings: Holdings, need: flo
     return [candidates[int(v)] for v in chosen] if enough else []
 
 
-def choose_parts(
-    index: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need_bytes: float
-) -> tuple[npt.NDArray[np.int64], bool, float]:
-    """The victims where the last one may keep a part: lowest index first until the room suffices, whether they do, and the bytes that the
-    last one keeps: what the room does not need, in whole blocks. Arrays as in `planner.choose_victims`."""
-    if need_bytes <= 0.0:
-        return candidates[:0], True, 0.0
-    by_index = candidates[np.argsort(index[candidates], kind="stable")]
-    got = np.cumsum(size_bytes[by_index])
-    number = int(np.searchsorted(got, need_bytes))
-    if number == len(got):
-        return candidates[:0], False, 0.0
-    return by_index[: number + 1], True, float((got[number] - need_bytes) // BLOCK_BYTES * BLOCK_BYTES)
-
-
 def _as_parts(candidates: list[Weights], tier: Tier, holdings: Holdings, need: float, now_s: float) -> tuple[list[Weights], float]:
     """The victims, none where they do not suffice, and what the last of them keeps."""
     index, sizes = _arrays(candidates, tier, holdings, now_s)
@@ -223,10 +206,9 @@ def _worth(weights: Weights, victims: list[Weights], kept: float, tier: Tier, ho
     if weights.index is None and all(v.index is None for v in victims):
         return True
     index, sizes = _arrays(victims, tier, holdings, now_s)
-    sizes[-1] -= kept
     everyone = np.arange(len(victims), dtype=np.int64)
     missing = float(weights.bytes - weights.part_bytes(tier))
-    return bool(outbids(index_of(weights, holdings, now_s), missing, index, sizes, everyone))
+    return bool(outbids(index_of(weights, holdings, now_s), missing, index, sizes, everyone, kept))
 
 
 def _arrays(
