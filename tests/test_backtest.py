@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,12 @@ START_S = 1_700_000_123.4
 SIMPLE = [entry("seasonal-naive"), entry("popularity-24h"), entry("idle-time")]
 
 
-@pytest.fixture(autouse=True)
-def few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def few_windows() -> Iterator[None]:
     """Of a minute and of two some windows are drawn, of longer horizons all are asked for: seconds instead of minutes."""
-    monkeypatch.setattr(plan, "MOST_PAIRS", 7_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "MOST_PAIRS", 7_000)
+        yield
 
 
 def small_hazard() -> Entry:
