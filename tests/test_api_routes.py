@@ -127,19 +127,39 @@ def test_a_link_goes_on_while_reports_grow_old(desk: Desk) -> None:
     assert desk.route("m8")[0].wait_s == 3.5
 
 
-def test_loads_of_milliseconds_are_spread_too_when_they_are_called_within_a_second() -> None:
+def quick_nodes(load_s: float) -> Desk:
+    """Four nodes whose loads take so little."""
     desk = Desk()
     for node in NODES[:4]:
         report = node_report(node)
-        quick = tuple(msgspec.structs.replace(known, load_s=0.002) for known in report.known)
+        quick = tuple(msgspec.structs.replace(known, load_s=load_s) for known in report.known)
         tell(desk.state, msgspec.structs.replace(report, known=quick))
+    return desk
+
+
+def test_loads_of_milliseconds_are_spread_too_when_they_are_called_at_once() -> None:
+    desk = quick_nodes(0.002)
     told = []
     for model in MODELS[:4]:
         told += desk.route(model)
-        desk.later(0.2)
+        desk.later(0.02)
+    # Whoever was told has yet to send it: its link is taken until then.
     assert len({routed.node for routed in told}) == 4
-    # All of them were sent something; the fifth goes to one that is done with it.
-    assert desk.route("m4")[0].wait_s < 0.01
+    # Then all of them are done with it.
+    desk.later(0.1)
+    assert desk.route("m4")[0].wait_s == pytest.approx(0.002)
+
+
+def test_a_node_is_busy_for_as_long_as_what_was_sent_there_takes() -> None:
+    desk = quick_nodes(0.3)
+    first = {desk.route(model)[0].node for model in MODELS[:4]}
+    desk.later(0.25)
+    # All four have a little left, which the fifth waits for.
+    assert desk.route("m4")[0].wait_s == pytest.approx(0.35)
+    desk.later(0.1)
+    fifth = desk.route("m5")[0]
+    assert fifth.node in first
+    assert fifth.wait_s == pytest.approx(0.3)
 
 
 def test_several_models_in_one_call_are_decided_together(desk: Desk) -> None:

@@ -11,7 +11,8 @@ import pytest
 from prefetcher.controller import records
 from prefetcher.controller.nodes import Nodes
 from prefetcher.controller.placing import Placing, room_of, site_of
-from prefetcher.core.placement import At
+from prefetcher.core.link_queue import LinkLoad
+from prefetcher.core.placement_rule import At
 from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.core.types import ModelName, NodeName, RequestSeen
 from prefetcher_connectors.memory import MemoryState
@@ -174,17 +175,24 @@ def test_a_report_as_a_site() -> None:
     whole = msgspec.structs.replace(whole, held=(*whole.held, moving), memory=records.Memory(100 * GB, 20 * GB))
     site = site_of(whole, dict.fromkeys(MODELS, 4.0))
     assert site.at == {"m0": At.READY, "m1": At.MOVING, "m2": At.MOVING, "m3": At.MOVING}
-    # Eight rows go before one.
-    assert site.ready_in_s == {"m1": 3.0, "m3": 7.0, "m2": 11.0}
-    assert site.running_s == 3.0
-    assert sorted(site.queue) == [(4.0, 1.0), (4.0, 8.0)]
+    # Eight rows go before two, which have three seconds left, and those before one.
+    assert site.ready_in_s == {"m3": 4.0, "m1": 7.0, "m2": 11.0}
+    # What runs gives way to what is denser, as what waits does.
+    assert site.running_s == 0.0
+    assert sorted(site.queue) == [(3.0, 2.0), (4.0, 1.0), (4.0, 8.0)]
     # What waits for the link will take its memory.
     assert site.free_bytes == 60 * GB
     assert site.evictable_bytes == 10 * GB
-    # Four seconds later the first is there and the second has three left.
-    later = site_of(whole, dict.fromkeys(MODELS, 4.0), age_s=4.0)
-    assert (later.running_s, later.queue) == (3.0, [(4.0, 1.0)])
-    assert later.ready_in_s == {"m1": 0.0, "m3": 3.0, "m2": 7.0}
+    # Five seconds later the first is there and the second has two left.
+    later = site_of(whole, dict.fromkeys(MODELS, 4.0), age_s=5.0)
+    assert sorted(later.queue) == [(2.0, 2.0), (4.0, 1.0)]
+    assert later.ready_in_s == {"m3": 0.0, "m1": 2.0, "m2": 6.0}
+    # Five rows that were sent there two seconds ago, since that report, took the link when the eight were done.
+    since = site_of(whole, dict.fromkeys(MODELS, 4.0), age_s=5.0, coming={"m4": LinkLoad(-2.0, 3.0, 5.0)})
+    assert since.ready_in_s == {"m3": 0.0, "m4": 2.0, "m1": 5.0, "m2": 9.0}
+    # For a guess, all that is asked for goes first.
+    guess = site_of(whole, dict.fromkeys(MODELS, 4.0), guesses=True)
+    assert (guess.running_s, list(guess.queue)) == (11.0, [])
     # A prefetch that runs yields to demand, and not to another prefetch.
     guess = msgspec.structs.replace(whole, queued=())
     assert site_of(guess, {}).running_s == 0.0

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefetcher.core.placement import At, Placed, Site, Wanted, place
+from prefetcher.core.placement import Placed, Site, Wanted, place
+from prefetcher.core.placement_rule import At
 from prefetcher.core.rendezvous import by_rendezvous
 
 GB = 1e9
@@ -173,14 +174,16 @@ def test_models_that_are_called_at_once_take_a_link_each(count: int) -> None:
     assert len(loads(placed)) == count
 
 
-def test_of_equal_nodes_it_is_the_one_that_hashing_prefers_and_stays_so_when_costs_differ_a_little() -> None:
+def test_of_equal_nodes_it_is_the_one_that_hashing_prefers_and_it_stays_there_when_costs_differ_a_little() -> None:
     names = [f"node-{n}" for n in range(6)]
     for model in (f"model-{i}" for i in range(20)):
         home = names[by_rendezvous(model, names)[0]]
         sites = sites_of(6, [model])
         assert place([Wanted(model, 1.0, GB)], sites)[model].node == home
         a_little_worse = [replace(site, load_s={model: 4.0 if site.node == home else 3.9}) for site in sites]
-        assert place([Wanted(model, 1.0, GB)], a_little_worse)[model].node == home
+        assert place([Wanted(model, 1.0, GB)], a_little_worse)[model].node != home
+        placed = [replace(site, at={model: At.PLACED}) if site.node == home else site for site in a_little_worse]
+        assert place([Wanted(model, 1.0, GB)], placed)[model].node == home
 
 
 def test_ready_beats_moving_beats_placed_and_the_first_to_be_ready_counts() -> None:

@@ -19,7 +19,9 @@ from prefetcher.api.fleet import Fleet, View
 from prefetcher.clock import Clock
 from prefetcher.controller import records
 from prefetcher.controller.placing import site_of
-from prefetcher.core.placement import At, Placed, Wanted, place
+from prefetcher.core.link_queue import LinkLoad
+from prefetcher.core.placement import Placed, Wanted, place
+from prefetcher.core.placement_rule import At
 from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.core.types import NodeName
 from prefetcher.errors import ModelNotFoundError, UnavailableError, shortened
@@ -31,9 +33,8 @@ __all__ = ["INTENT_S", "RouteDesk", "Routed"]
 INTENT_S = records.REPORT_EXPIRES_S
 #: A report that is older than an intent, give or take clocks of nodes, says nothing of it.
 _CLOCKS_S = 1.0
-#: A node that something was sent to so shortly ago is not idle, however short the load: whoever was told has yet to send it.
-_SENT_S = 1.0
-_JUST_SENT_S = 0.001
+#: What was sent to a node takes its link for so long at least, however short the load: whoever was told has yet to send it.
+_ON_ITS_WAY_S = 0.1
 #: Tries to write intents that others write too: each failure is another endpoint's success.
 _TRIES = 100
 
@@ -234,36 +235,18 @@ class RouteDesk:
         for node, mine in load_s.items():
             report = known.view.reports[node]
             told_s = sorted((intent.at_s, m, intent) for m, intent in standing.items() if intent.node == node)
+            way_s = _ON_ITS_WAY_S * self._clock.speed
             age_s = min(max(0.0, now_s - report.at_s), records.REPORT_EXPIRES_S * self._clock.speed)
-            coming = _left(report, [(m, intent) for _, m, intent in told_s], now_s - age_s, now_s)
+            coming = {m: LinkLoad(intent.at_s - now_s, max(intent.load_s, way_s), float(intent.rows)) for _, m, intent in told_s}
             # One that is both there and announced counts once.
-            mine_too = {q.model for q in coming}
-            seen = msgspec.structs.replace(report, queued=tuple(q for q in report.queued if q.model not in mine_too))
+            seen = msgspec.structs.replace(report, queued=tuple(q for q in report.queued if q.model not in coming))
             room = None if told is None else told.rooms.get(node)
             site = site_of(seen, mine, room, age_s=age_s, coming=coming)
-            if any(now_s - at_s < _SENT_S * self._clock.speed for at_s, _, _ in told_s):
-                site = replace(site, running_s=max(site.running_s, _JUST_SENT_S))
             if told is not None:
                 at = {m: At.PLACED for m in mine if m not in site.at and told.homes.get(m) == node}
                 site = replace(site, at={**site.at, **at})
             sites.append(site)
         return place([Wanted(model, float(rows), size.get(model, 0.0)) for model, rows in cold.items()], sites)
-
-
-def _left(
-    report: records.NodeReport, intents: Sequence[tuple[str, records.Intent]], from_s: float, now_s: float
-) -> list[records.QueuedWeights]:
-    """The loads that `intents` (oldest first) sent to a node, as they stood at `from_s`, the time of its report: one that the link had time
-    for since it was sent is counted as long as it still runs."""
-    free_s = from_s + sum(q.left_s for q in report.queued)
-    found = []
-    for model, intent in intents:
-        begins_s = max(free_s, intent.at_s)
-        # Idle time of the link before it was sent is no time that it had for it.
-        idle_s = max(0.0, begins_s - free_s)
-        free_s = begins_s + intent.load_s
-        found.append(records.QueuedWeights(model, intent.load_s + min(idle_s, now_s - from_s), intent.rows))
-    return found
 
 
 def _read_intents(raw: bytes | None) -> records.Intents:

@@ -4,8 +4,10 @@ of loads to do.
 Every node is a real residency machine with a loader that takes bytes over link in virtual time; requests go where the endpoint's own desk
 sends them (`api.routing`), which knows of nodes what they report once a second, and of its own answers what it remembers. Peers send the
 same calls to the same nodes: by rendezvous hashing, and to the node with the least queued as of its report, in turn among equals. Links
-serve in Smith's order for all three. Memory suffices, so what is measured is the link: 3.5 GB/s, a disk, and three faster ones: a load
-itself is what no placement can shorten.
+serve in Smith's order for all of them, and what runs gives way to what is denser; `rendezvous-plain` has nodes with prefetching switched
+off, where nothing gives way. `foresight` knows all calls and every link beforehand, and sends each where everybody waits least in all:
+beside what calls would wait if none ever queued, which takes more idle nodes than there are, that is what placement could reach. Memory
+suffices, so what is measured is the link: 3.5 GB/s, a disk, and three faster ones: a load itself is what no placement can shorten.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from prefetcher.controller import records
 from prefetcher.core import events as ev
 from prefetcher.core.copies import IN_FLIGHT, Stage
 from prefetcher.core.facts import RowServed
+from prefetcher.core.link_queue import LinkLoad, link_goes_on
 from prefetcher.core.node import BLOCK_BYTES
 from prefetcher.core.rendezvous import by_rendezvous
 from prefetcher.core.residency import NodeLimits, ResidencyMachine
@@ -48,6 +51,10 @@ _HOST_BYTES = 4_000 * 10**9
 #: Seconds of link of the two loads that each busy node has to do.
 _BUSY_S = (6.0, 4.0)
 _SIZES_GB = (14, 35)
+#: What is told of faster links.
+_OF_LINKS = (
+    "ratio", "least_ratio", "foresight_ratio", "ratio_with_queued", "ratio_to_plain", "ratio_to_plain_with_queued", "violations", "seeds",
+)  # fmt: skip
 _T0 = 1_767_225_600.0
 _REPORT_S = 1.0
 
@@ -110,7 +117,7 @@ def make_cascade(seed: int, link_bytes_per_s: float = _LINK_BYTES_PER_S, nodes: 
 class _Node:
     """A residency machine and its loader, in virtual time."""
 
-    def __init__(self, name: str, sizes: dict[str, int], link_bytes_per_s: float) -> None:
+    def __init__(self, name: str, sizes: dict[str, int], link_bytes_per_s: float, plain: bool) -> None:
         self.name = NodeName(name)
         self._link = link_bytes_per_s
         limits = NodeLimits({Tier.HOST: _HOST_BYTES}, link_bytes_per_s=link_bytes_per_s, stall_s=math.inf, demand_deadline_s=1e9)
@@ -122,6 +129,8 @@ class _Node:
         #: What moves, since when, from which byte on, and whether it ends with its block.
         self._moving: tuple[WeightsKey, float, int] | None = None
         self._pauses = False
+        if plain:
+            self.tell(ev.SwitchedOff(), 0.0)
         for model, size in sizes.items():
             self.tell(ev.CatalogSeen(_key(model), size, {Tier.HOST: size / self._link}), 0.0)
 
@@ -205,7 +214,7 @@ def _key(model: str) -> WeightsKey:
 class _Fleet:
     """The nodes of a cascade, and what they report to a state store."""
 
-    def __init__(self, cascade: Cascade) -> None:
+    def __init__(self, cascade: Cascade, plain: bool) -> None:
         self.clock = VirtualClock(_T0 - _REPORT_S)
         self.state = MemoryState(self.clock)
         self.cascade = cascade
@@ -215,7 +224,7 @@ class _Fleet:
         for number, offset_s in enumerate(cascade.report_offset_s):
             link = cascade.link_bytes_per_s
             busy = {f"busy-{number}-{i}": round(took_s * link) for i, took_s in enumerate(_BUSY_S)} if number in cascade.busy else {}
-            node = self.nodes[f"node-{number}"] = _Node(f"node-{number}", called | busy, link)
+            node = self.nodes[f"node-{number}"] = _Node(f"node-{number}", called | busy, link, plain)
             self._report_s[node.name] = _T0 + offset_s
             for model in busy:
                 # They were asked for just before.
@@ -245,9 +254,9 @@ class _Fleet:
         self.state.see(records.NODES, name, at_s)
 
 
-def play(cascade: Cascade, chooser: Callable[[_Fleet], Chooser]) -> Outcome:
-    """Sends every call to the node that is chosen for it at its time, and lets all loads finish."""
-    fleet = _Fleet(cascade)
+def play(cascade: Cascade, chooser: Callable[[_Fleet], Chooser], plain: bool = False) -> Outcome:
+    """Sends every call to the node that is chosen for it at its time, and lets all loads finish; `plain`: nodes are switched off."""
+    fleet = _Fleet(cascade, plain)
     outcome = Outcome()
     fleet.until(_T0)
     choose = chooser(fleet)
@@ -298,26 +307,91 @@ def _least_loaded(fleet: _Fleet) -> Chooser:
     return choose
 
 
+def _moved(
+    i: int, at: list[list[int]], gain: Callable[[dict[int, list[int]]], tuple[float, dict[int, float]]], take: Callable[..., None]
+) -> bool:
+    """Sends call `i` elsewhere, or changes its place with another's, where that gains; whether it did."""
+    here = next(n for n, calls in enumerate(at) if i in calls)
+    left = [k for k in at[here] if k != i]
+    for n in range(len(at)):
+        if n == here:
+            continue
+        swaps = [{here: [*left, k], n: [*(other for other in at[n] if other != k), i]} for k in at[n]]
+        for way in ({here: left, n: [*at[n], i]}, *swaps):
+            won, after = gain(way)
+            if won > 1e-6:
+                take(way, after)
+                return True
+    return False
+
+
+def _foresight(fleet: _Fleet) -> Chooser:
+    """All calls and links known beforehand: single calls go elsewhere, and pairs change places, as long as everybody waits less in all."""
+    cascade, names = fleet.cascade, list(fleet.nodes)
+    link = cascade.link_bytes_per_s
+    there = [[LinkLoad(0.0, takes_s, 1.0) for takes_s in _BUSY_S] if n in cascade.busy else [] for n in range(len(names))]
+    loads = [LinkLoad(call.at_s - _T0, call.size_bytes / link, 1.0) for call in cascade.calls]
+
+    def waits_s(n: int, calls: Sequence[int]) -> float:
+        queue = [*there[n], *(loads[i] for i in calls)]
+        return sum(end_s - load.at_s for load, (_, end_s) in zip(queue, link_goes_on(queue, math.inf), strict=True))
+
+    at: list[list[int]] = [[] for _ in names]
+    cost = [waits_s(n, []) for n in range(len(names))]
+
+    def gain(changed: dict[int, list[int]]) -> tuple[float, dict[int, float]]:
+        after = {n: waits_s(n, calls) for n, calls in changed.items()}
+        return sum(cost[n] - after[n] for n in changed), after
+
+    def take(changed: dict[int, list[int]], after: dict[int, float]) -> None:
+        for n, calls in changed.items():
+            at[n], cost[n] = calls, after[n]
+
+    for i in range(len(loads)):
+        ways = [{n: [*at[n], i]} for n in range(len(names))]
+        gains = [gain(way) for way in ways]
+        best = max(range(len(names)), key=lambda n: gains[n][0])
+        take(ways[best], gains[best][1])
+    better = True
+    while better:
+        better = any(_moved(i, at, gain, take) for i in range(len(loads)))
+    told = {call.model: names[n] for n, calls in enumerate(at) for call in (cascade.calls[i] for i in calls)}
+    return told.__getitem__
+
+
 _POLICIES: dict[str, Callable[[_Fleet], Chooser]] = {
     "ours": _ours,
     "rendezvous": _rendezvous,
+    "rendezvous-plain": _rendezvous,
     "least-loaded": _least_loaded,
+    "foresight": _foresight,
 }
 
 
 def play_all(seeds: Sequence[int], link_bytes_per_s: float = _LINK_BYTES_PER_S) -> list[dict[str, Outcome]]:
     """What came of every seed's cascade, by policy."""
     cascades = (make_cascade(seed, link_bytes_per_s) for seed in seeds)
-    return [{name: play(cascade, chooser) for name, chooser in _POLICIES.items()} for cascade in cascades]
+    return [{name: play(cascade, chooser, name.endswith("-plain")) for name, chooser in _POLICIES.items()} for cascade in cascades]
 
 
-def _ratio(found: Sequence[dict[str, Outcome]], what: Callable[[Outcome], float] = lambda outcome: outcome.cold_seconds) -> float:
-    return round(sum(what(o["ours"]) for o in found) / sum(what(o["rendezvous"]) for o in found), 4)
+def _all_seconds(outcome: Outcome) -> float:
+    """Of the calls and of who was there before."""
+    return outcome.cold_seconds + outcome.queued_s
+
+
+def _ratio(
+    found: Sequence[dict[str, Outcome]],
+    what: Callable[[Outcome], float] = lambda outcome: outcome.cold_seconds,
+    of: str = "ours",
+    over: str = "rendezvous",
+) -> float:
+    return round(sum(what(o[of]) for o in found) / sum(what(o[over]) for o in found), 4)
 
 
 def figures_of(found: Sequence[dict[str, Outcome]], link_bytes_per_s: float = _LINK_BYTES_PER_S) -> dict[str, Any]:
     """Cold seconds of the calls and what else came of them. `ratio` is ours over rendezvous; `least_ratio` what it would be if no call ever
-    queued; `ratio_with_queued` counts those who were there before, too."""
+    queued, `foresight_ratio` what it is if all is known beforehand; `_with_queued` counts those who were there before, too; `_to_plain` is
+    over rendezvous hashing on nodes where nothing gives way."""
     waits = {name: np.array([wait_s for o in found for wait_s in o[name].waits_s]) for name in _POLICIES}
     load_s = sum(call.size_bytes / link_bytes_per_s for seed in range(len(found)) for call in make_cascade(seed).calls)
     of_seeds = [o["ours"].cold_seconds / o["rendezvous"].cold_seconds for o in found]
@@ -325,7 +399,11 @@ def figures_of(found: Sequence[dict[str, Outcome]], link_bytes_per_s: float = _L
     return {
         "ratio": _ratio(found),
         "least_ratio": round(load_s / float(waits["rendezvous"].sum()), 4),
-        "ratio_with_queued": _ratio(found, lambda outcome: outcome.cold_seconds + outcome.queued_s),
+        "foresight_ratio": _ratio(found, of="foresight"),
+        "ratio_with_queued": _ratio(found, _all_seconds),
+        "foresight_ratio_with_queued": _ratio(found, _all_seconds, of="foresight"),
+        "ratio_to_plain": _ratio(found, over="rendezvous-plain"),
+        "ratio_to_plain_with_queued": _ratio(found, _all_seconds, over="rendezvous-plain"),
         "ratio_to_least_loaded": round(float(waits["ours"].sum() / waits["least-loaded"].sum()), 4),
         "ratio_of_seeds": {f"p{p}": round(float(np.percentile(of_seeds, p)), 4) for p in (10, 50, 90, 100)},
         "violations": sum(outcome.violations for outcome in ours),
@@ -346,14 +424,15 @@ def run(json: Path, quick: bool = False) -> None:
     faster = {}
     for link in _FASTER_BYTES_PER_S:
         others = play_all(range(_QUICK_SEEDS if quick else _FASTER_SEEDS), link)
-        faster[f"{link:.1e}"] = {name: figures_of(others, link)[name] for name in ("ratio", "least_ratio", "violations", "seeds")}
+        faster[f"{link:.1e}"] = {name: figures_of(others, link)[name] for name in _OF_LINKS}
     figures["by_link_bytes_per_s"] = faster
     peers = {
         name: {
             "cold_seconds": round(sum(o[name].cold_seconds for o in found), 1),
             "queued_beside_idle": sum(o[name].queued_beside_idle for o in found),
         }
-        for name in ("rendezvous", "least-loaded")
+        for name in _POLICIES
+        if name != "ours"
     }
     text = json_format.dumps({"figures": figures, "peers": peers, "machine": describe_machine()}, indent=2)
     json.parent.mkdir(parents=True, exist_ok=True)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from prefetcher.controller import records
 from prefetcher.controller.nodes import Nodes
-from prefetcher.core.placement import At, Site, Wanted, place
+from prefetcher.core.link_queue import LinkLoad, link_goes_on
+from prefetcher.core.placement import Site, Wanted, place
+from prefetcher.core.placement_rule import At
 from prefetcher.core.routing_shares import second_copy_gain
 from prefetcher.core.types import NodeName
 from prefetcher.core.value import price_per_byte_s
@@ -55,18 +58,17 @@ def site_of(
     room: records.NodeRoom | None = None,
     *,
     age_s: float = 0.0,
-    coming: Sequence[records.QueuedWeights] = (),
+    coming: Mapping[str, LinkLoad] = MappingProxyType({}),
     guesses: bool = False,
 ) -> Site:
     """A node as placement sees it, of a report that is `age_s` old; the models of `load_s` can be loaded there.
 
-    Without a `room`, what is there and may leave does, for nothing. `coming`: loads that were sent there since, in order. `guesses`: what
-    is wanted is no demand, so a prefetch that runs does not yield to it.
+    Without a `room`, what is there and may leave does, for nothing. `coming`: loads that were sent there since, by model, their times from
+    now on (below 0). `guesses`: what is wanted is no demand, so nothing gives way to it.
     """
     link = max(1.0, report.link_bytes_per_s)
     at: dict[str, At] = {}
     ready_in_s: dict[str, float] = {}
-    moving_s = {q.model: q.left_s for q in report.queued if q.moving}
     guessed_s = 0.0
     for held in report.held:
         if held.state == "ready":
@@ -76,27 +78,20 @@ def site_of(
             ready_in_s[held.model] = left_s = max(0.0, max(0, held.bytes - held.bytes_done) / link - age_s)
             if guesses and held.state == "moving":
                 guessed_s = max(guessed_s, left_s)
-    for model, left_s in moving_s.items():
+    # What moves comes first of equals: it has begun. The link went on with all of it for as long as the report is old.
+    asked = sorted(report.queued, key=lambda q: (not q.moving, q.model))
+    names = [*(q.model for q in asked), *coming]
+    loads = [*(LinkLoad(-age_s, q.left_s, float(max(q.rows, 1))) for q in asked), *coming.values()]
+    queue: list[tuple[float, float]] = []
+    for model, load, (left_s, end_s) in zip(names, loads, link_goes_on(loads, 0.0), strict=True):
         if at.get(model) is not At.READY:
-            at[model], ready_in_s[model] = At.MOVING, max(0.0, left_s - age_s)
-    # What waits, in Smith's order, and then what came since; the link went on with it for as long as the report is old.
-    queue = [*sorted((q for q in report.queued if not q.moving), key=lambda q: (q.left_s / max(q.rows, 1), q.model)), *coming]
-    before_s = max(moving_s.values(), default=0.0) - age_s
-    waiting: list[tuple[float, float]] = []
-    running_s = max(0.0, before_s)
-    for q in queue:
-        left_s = q.left_s if before_s >= 0.0 else max(0.0, q.left_s + before_s)
-        before_s += q.left_s
-        if at.get(q.model) is not At.READY:
-            at[q.model], ready_in_s[q.model] = At.MOVING, max(0.0, before_s)
-        if left_s >= q.left_s:
-            waiting.append((left_s, float(q.rows)))
-        else:
-            running_s += left_s
+            at[model], ready_in_s[model] = At.MOVING, max(0.0, end_s)
+        if left_s > 0.0:
+            queue.append((left_s, load.rows))
     free = float(report.memory.budget_bytes - report.memory.taken_bytes - (report.memory.reserve_bytes if guesses else 0))
-    if queue:
-        # What waits for the link takes its memory when its turn comes.
-        waits = {q.model for q in queue} - {held.model for held in report.held}
+    # What waits for the link takes its memory when its turn comes.
+    waits = set(names) - {held.model for held in report.held}
+    if waits:
         free -= sum(known.bytes for known in report.known if known.model in waits)
     evictable = float(sum(h.bytes for h in report.held if h.state == "ready" and not h.leases and not h.pinned))
     return Site(
@@ -104,8 +99,9 @@ def site_of(
         load_s=load_s,
         at=at,
         ready_in_s=ready_in_s,
-        running_s=max(running_s, guessed_s),
-        queue=waiting,
+        # A prefetch goes after all that is asked for, whatever it is.
+        running_s=max(sum(left_s for left_s, _ in queue), guessed_s) if guesses else 0.0,
+        queue=() if guesses else queue,
         free_bytes=free,
         evictable_bytes=evictable if room is None else min(evictable, room.evictable_bytes),
         displaced_s_per_byte=0.0 if room is None else room.displaced_s_per_byte,

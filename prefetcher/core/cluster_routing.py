@@ -1,7 +1,8 @@
 """Where a cluster's caches send a row that names no node.
 
-Where rows go to their model's home, that is all. Ours sends them where the model is ready in the last tier, else where rows already wait
-for it, else to the node where it costs least: the queues and loads that are left there, what it delays, and what its room displaces.
+Where rows go to their model's home, that is all. Ours sends them by the rule of live placement (`core.placement_rule`), on what the
+caches themselves know: where the model is ready in the last tier, else where rows wait for it already, else where its load costs least,
+all the edges that are left taken together. Covers only the reading of state; rows come one by one, so there is no burst to decide.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from prefetcher.core.cluster_memory import link_of
 from prefetcher.core.cluster_ranking import key_of
 from prefetcher.core.compiled import kernel_part
 from prefetcher.core.demand import Demand
-from prefetcher.core.node import DEMAND, PAUSING, PREFETCH, PREFETCHING, READY, UNCACHED, YIELDING, Hazard
+from prefetcher.core.node import DEMAND, IDLE, PAUSING, PREFETCH, PREFETCHING, READY, UNCACHED, YIELDING, Hazard
+from prefetcher.core.placement_rule import ABSENT, MOVING, best_node, displaced_s, most_present, wait_on_link
+from prefetcher.core.placement_rule import READY as THERE
 
 __all__ = ["choose_node"]
 
@@ -24,77 +27,106 @@ def _is_ready(e: int, tier: int, slot: int, now_s: float, caches: ClusterCaches)
 
 
 @kernel_part
-def _link_cost_s(e: int, tier: int, slot: int, now_s: float, world: ClusterWorld, caches: ClusterCaches) -> float:
-    """Seconds until this transfer would be over, and what it delays others, if it came to its link now; in Smith's order."""
-    models = len(world.size_bytes)
-    number = link_of(tier, slot // models, world)
+def _wait_s(e: int, tier: int, slot: int, rows: float, now_s: float, world: ClusterWorld, caches: ClusterCaches) -> tuple[float, float]:
+    """How long rows would wait for this transfer if it came to its link now, and how long it would make others wait."""
+    number = link_of(tier, slot // len(world.size_bytes), world)
     link = caches.link[e, tier, number]
     left_s = caches.copy[e, tier, slot].left_s
-    cost_s = left_s
     if link.use == PREFETCHING and link.moving == slot:
-        return float(link.finish_s - now_s)
-    if link.use == DEMAND or link.use == UNCACHED or link.use == PAUSING or link.use == YIELDING:
-        cost_s += link.finish_s - now_s
+        return link.finish_s - now_s, 0.0
+    queue_s = np.empty(link.queued + 1)
+    queue_rows = np.empty(link.queued + 1)
+    count, running_s = 0, 0.0
+    if link.use == UNCACHED or link.use == PAUSING or (link.use == DEMAND and not caches.policy[e].yields):
+        running_s = link.finish_s - now_s
+    elif link.use == DEMAND or link.use == YIELDING:
+        queue_s[0] = caches.copy[e, tier, link.moving].left_s - (now_s - link.segment_s)
+        queue_rows[0] = caches.seen[e, link.moving].rows
+        count = 1
     for q in range(link.queued):
         other = caches.queue[e, tier, number, q]
-        rows = caches.seen[e, other].rows
-        other_left_s = caches.copy[e, tier, other].left_s
-        cost_s += other_left_s if rows * left_s >= other_left_s else rows * left_s
-    return float(cost_s)
+        if other != slot:
+            queue_s[count] = caches.copy[e, tier, other].left_s
+            queue_rows[count] = caches.seen[e, other].rows
+            count += 1
+    return wait_on_link(rows, left_s, running_s, queue_s, queue_rows, count)
 
 
 @kernel_part
-def _displaced_per_s(
+def _displaced_s(
     e: int, tier: int, slot: int, now_s: float, world: ClusterWorld, demand: Demand, hazard: Hazard, caches: ClusterCaches
 ) -> float:
-    """What its room in a tier displaces, by what room there was worth lately; or what it loses itself, where that is less or it can't be
-    kept. Seconds per second."""
+    """What its room in a tier displaces, by what room there was worth lately."""
     models = len(world.size_bytes)
     node, model = slot // models, slot % models
     here = caches.tier[e, tier, node]
-    size = world.size_bytes[model]
-    need = here.used + size - here.capacity
-    if size <= here.capacity and need <= 0.0:
+    size, free, hold_s = world.size_bytes[model], here.capacity - here.used, caches.place[0]
+    if size <= free or here.worth <= 0.0 or hold_s <= 0.0 or caches.status[e, tier, slot] == PREFETCH:
         return 0.0
     own = key_of(e, tier, node, model, caches.policy[e].variant, True, now_s, world, demand, hazard, caches) * size
-    return float(own if size > here.capacity else min(here.worth * need, own))
+    return displaced_s(size, free, here.worth * hold_s, own * hold_s)
 
 
 @kernel_part
 def choose_node(
     e: int, row: int, model: int, now_s: float, world: ClusterWorld, demand: Demand, hazard: Hazard, caches: ClusterCaches
 ) -> int:
-    """The node that row `row` of `model` goes to; of equals the first from the model's home on."""
+    """The node that row `row` of `model` goes to."""
     if world.node[row] >= 0:
         return int(world.node[row])
-    home = int(world.home[model])
     if world.by_slot or world.nodes == 1:
-        return home
+        return int(world.home[model])
     models, nodes, tiers = len(world.size_bytes), world.nodes, len(world.link_s)
+    rank = world.rank[model]
+    at = np.full(nodes, ABSENT, np.int8)
+    wait = np.zeros(nodes)
     if caches.ready[e, tiers - 1, model] > 0:
-        for i in range(nodes):
-            node = (home + i) % nodes
+        for node in range(nodes):
             if _is_ready(e, tiers - 1, node * models + model, now_s, caches):
-                return node
+                at[node] = THERE
+        there = most_present(at, wait, rank)
+        if there >= 0:
+            return there
+    cost = np.zeros(nodes)
+    able = np.ones(nodes, np.bool_)
+    fits = np.ones(nodes, np.bool_)
+    idle = np.ones(nodes, np.bool_)
+    for node in range(nodes):
+        slot = node * models + model
+        stage = caches.seen[e, slot].stage
+        rows = caches.seen[e, slot].rows + 1.0
+        first = tiers - 1
+        if stage >= 0:
+            at[node] = MOVING
+            first = stage
+        else:
+            while first > 0 and not _is_ready(e, first - 1, slot, now_s, caches):
+                first -= 1
+        for tier in range(first, tiers):
+            wait_s, delay_s = _wait_s(e, tier, slot, rows, now_s, world, caches)
+            number = link_of(tier, node, world)
+            link = caches.link[e, tier, number]
+            if stage >= 0 and tier == first and link.moving == slot:
+                wait_s = link.finish_s - now_s
+            wait[node] += wait_s
+            cost[node] += wait_s + delay_s
+            if caches.status[e, tier, slot] == PREFETCH and at[node] < MOVING:
+                at[node] = MOVING
+            if link.queued > 0 or not (link.use == IDLE or link.use == PREFETCHING or link.use == PAUSING):
+                idle[node] = False
+            if world.size_bytes[model] > caches.tier[e, tier, node].capacity:
+                fits[node] = False
     if caches.claims[e, model] > 0:
-        for i in range(nodes):
-            node = (home + i) % nodes
-            if caches.seen[e, node * models + model].stage >= 0:
-                return node
-    best = home
-    least_s = np.inf
-    for i in range(nodes):
-        node = (home + i) % nodes
+        there = most_present(at, wait, rank)
+        if there >= 0:
+            return there
+    for node in range(nodes):
         slot = node * models + model
         first = tiers - 1
         while first > 0 and not _is_ready(e, first - 1, slot, now_s, caches):
             first -= 1
-        cost_s = 0.0
-        for tier in range(first, tiers):
-            cost_s += _link_cost_s(e, tier, slot, now_s, world, caches)
-            if caches.place[0] > 0.0 and cost_s < least_s and caches.status[e, tier, slot] != PREFETCH:
-                cost_s += caches.place[0] * _displaced_per_s(e, tier, slot, now_s, world, demand, hazard, caches)
-        if cost_s < least_s:
-            least_s = cost_s
-            best = node
+        if fits[node]:
+            for tier in range(first, tiers):
+                cost[node] += _displaced_s(e, tier, slot, now_s, world, demand, hazard, caches)
+    best, _ = best_node(cost, wait, able, fits, idle, rank)
     return best

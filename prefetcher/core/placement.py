@@ -12,13 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from prefetcher.core.placement_rule import (
+    PLACED,
+    READY,
+    UNKNOWN,
+    At,
+    best_node,
+    displaced_s,
+    is_far_sooner,
+    most_present,
+    wait_on_link,
+)
 from prefetcher.core.rendezvous import by_rendezvous
 
 __all__ = ["At", "Placed", "Site", "Wanted", "place"]
@@ -31,28 +41,10 @@ Flags = npt.NDArray[np.bool_]
 #: report is a second old, and a link that looks busy for one is no reason.
 _MOVES_AT = 0.5
 _MOVES_S = 2.0
-#: A load queues beside an idle link only where that has it ready in less than this share of the time, and so many seconds sooner: speeds
-#: are measured, and on a link that is shared they differ from load to load.
-_QUEUES_AT = 0.5
-_QUEUES_S = 2.0
-#: Costs that differ by less count as equal, and hashing decides: a model stays where it was last.
-_SAME_RATIO = 0.05
-_SAME_S = 0.05
+#: A single load goes elsewhere for this share of its cost and less: what it gains otherwise is no reason to go round again.
+_GAINS_AT = 0.999
 #: Rounds of putting single loads elsewhere; two or three are the rule.
 _ROUNDS = 16
-
-
-class At(IntEnum):
-    """Where a model is at a node."""
-
-    UNKNOWN = 0  #: it can't be loaded there
-    ABSENT = 1
-    PLACED = 2  #: decided, not begun, and nobody waits there
-    MOVING = 3  #: on the link, or demand waits for the link
-    READY = 4
-
-
-UNKNOWN, ABSENT, PLACED, MOVING, READY = (int(at) for at in At)
 
 
 class _Burst(NamedTuple):
@@ -101,28 +93,24 @@ def _look(burst: _Burst, work: _Work, w: int, n: int) -> None:
     if burst.at[w, n] == UNKNOWN:
         return
     own_s, own_rows = burst.load_s[w, n], burst.rows[w]
-    before_s, behind = burst.running_s[n], 0.0
-    for q in range(burst.queue_s.shape[1]):
-        if burst.queue_rows[n, q] * own_s >= own_rows * burst.queue_s[n, q]:
-            before_s += burst.queue_s[n, q]
-        else:
-            behind += burst.queue_rows[n, q]
+    wait_s, delay_s = wait_on_link(own_rows, own_s, burst.running_s[n], burst.queue_s[n], burst.queue_rows[n], burst.queue_s.shape[1])
     for other in range(len(work.loading)):
         if work.loading[other] != n or other == w:
             continue
+        # Of equals in a burst, the earlier one goes first.
         theirs, ours = burst.rows[other] * own_s, own_rows * burst.load_s[other, n]
         if theirs > ours or (theirs == ours and other < w):
-            before_s += burst.load_s[other, n]
+            wait_s += burst.load_s[other, n]
         else:
-            behind += burst.rows[other]
+            delay_s += own_s * burst.rows[other]
     free, c = max(work.free[n], 0.0), burst.class_of[w]
     # What the burst evicts already is no longer there to be evicted.
     room = free + burst.evictable[n] + min(work.free[n], 0.0)
     work.fits[w, n] = burst.size[w] <= room and (c < 0 or burst.size[w] <= work.quota_left[c, n])
-    work.wait[w, n] = before_s + own_s
-    work.cost[w, n] = own_rows * (before_s + own_s) + own_s * behind
+    work.wait[w, n] = wait_s
+    work.cost[w, n] = own_rows * wait_s + delay_s
     if work.fits[w, n]:
-        work.cost[w, n] += max(0.0, burst.size[w] - free) * burst.displaced_s[n]
+        work.cost[w, n] += displaced_s(burst.size[w], free, burst.displaced_s[n], np.inf)
 
 
 def _put(burst: _Burst, work: _Work, w: int, n: int) -> None:
@@ -147,59 +135,8 @@ def _is_idle(burst: _Burst, work: _Work, n: int) -> bool:
     return bool(burst.running_s[n] <= 0.0 and not (burst.queue_s[n] > 0.0).any() and not (work.loading == n).any())
 
 
-def _is_far_sooner(queued_s: float, idle_s: float) -> bool:
-    """Whether waiting in a queue is so much shorter than an idle link's load that it is worth it."""
-    return queued_s < _QUEUES_AT * idle_s and queued_s < idle_s - _QUEUES_S
-
-
-def _may_go(burst: _Burst, work: _Work, w: int, n: int, some_fit: bool, idle: Flags, idle_wait: float) -> bool:
-    if burst.at[w, n] == UNKNOWN or (some_fit and not work.fits[w, n]):
-        return False
-    return bool(idle[n] or _is_far_sooner(work.wait[w, n], idle_wait))
-
-
 def _best_node(burst: _Burst, work: _Work, w: int, idle: Flags) -> tuple[int, float]:
-    """The node for `w`, and what it would cost more without it; −1 where none can load it.
-
-    Where it fits nowhere, the one that serves it soonest without caching it. No busy one while another is idle, unless that is far slower.
-    """
-    nodes = len(burst.running_s)
-    some_fit = False
-    for n in range(nodes):
-        some_fit = some_fit or (burst.at[w, n] != UNKNOWN and work.fits[w, n])
-    idle_wait = np.inf
-    for n in range(nodes):
-        if burst.at[w, n] != UNKNOWN and (work.fits[w, n] or not some_fit) and idle[n]:
-            idle_wait = min(idle_wait, work.wait[w, n])
-    least, second = np.inf, np.inf
-    for n in range(nodes):
-        if _may_go(burst, work, w, n, some_fit, idle, idle_wait):
-            if work.cost[w, n] < least:
-                least, second = work.cost[w, n], least
-            else:
-                second = min(second, work.cost[w, n])
-    best = -1
-    same = least + _SAME_RATIO * least + _SAME_S * burst.rows[w]
-    for n in range(nodes):
-        preferred = best < 0 or burst.rank[w, n] < burst.rank[w, best]
-        if preferred and _may_go(burst, work, w, n, some_fit, idle, idle_wait) and work.cost[w, n] <= same:
-            best = n
-    return best, second - least if second < np.inf else np.inf
-
-
-def _most_present(burst: _Burst, w: int) -> int:
-    """The node where `w` is ready, or else is moving and comes first; −1 for neither."""
-    best = -1
-    for n in range(len(burst.running_s)):
-        if burst.at[w, n] < MOVING:
-            continue
-        if best < 0 or burst.at[w, n] > burst.at[w, best]:
-            best = n
-        elif burst.at[w, n] == burst.at[w, best]:
-            ahead_s = 0.0 if burst.at[w, n] == READY else burst.ready_in_s[w, best] - burst.ready_in_s[w, n]
-            if ahead_s > 0.0 or (ahead_s == 0.0 and burst.rank[w, n] < burst.rank[w, best]):
-                best = n
-    return best
+    return best_node(work.cost[w], work.wait[w], burst.at[w] != UNKNOWN, work.fits[w], idle, burst.rank[w])
 
 
 def _stays(burst: _Burst, work: _Work, w: int) -> int:
@@ -241,8 +178,8 @@ def _improve(burst: _Burst, work: _Work, loose: Flags, idle: Flags) -> None:
             for n in range(nodes):
                 _look(burst, work, w, n)
             n, _ = _best_node(burst, work, w, idle)
-            gains = work.cost[w, n] + _SAME_RATIO * work.cost[w, here] + _SAME_S * burst.rows[w] < work.cost[w, here]
-            queues = idle[n] and not idle[here] and not _is_far_sooner(work.wait[w, here], work.wait[w, n])
+            gains = work.cost[w, n] < _GAINS_AT * work.cost[w, here]
+            queues = idle[n] and not idle[here] and not is_far_sooner(work.wait[w, here], work.wait[w, n])
             if work.fits[w, n] == had_memory and not gains and not queues:
                 n = here
             changed = changed or n != here
@@ -269,7 +206,7 @@ def _place_together(burst: _Burst) -> tuple[Ints, Flags, Floats]:
     loose = np.zeros(models, np.bool_)
     left = 0
     for w in range(models):
-        there[w] = _most_present(burst, w)
+        there[w] = most_present(burst.at[w], burst.ready_in_s[w], burst.rank[w])
     for w in range(models):
         if there[w] >= 0:
             continue

@@ -1,7 +1,8 @@
 """A replay on several nodes with tiers: all nodes go through the log together, rivals and ours alike.
 
 Rivals send a row to the node that it names, else to its model's by rendezvous hashing; each tier of a node is a cache of theirs. Ours
-places rows by the rule of live placement (`core.cluster_routing`). The kernels are in `core.cluster_steps`; the default tiers need none of this (`replay.run`).
+places rows by the rule of live placement (`core.cluster_routing`). The kernels are in `core.cluster_steps`; the default tiers need none of
+this (`replay.run`).
 """
 
 from __future__ import annotations
