@@ -221,6 +221,30 @@ def test_the_control_group_gets_one_order_that_the_node_refuses() -> None:
         assert {d.order.decision_id for d in world.plan().desired if d.order} == {order.decision_id}
 
 
+def test_an_order_that_has_not_begun_does_not_outlive_its_side_of_the_experiment() -> None:
+    world = World()
+    world.report()
+    world.ask()
+    world.controller.step()
+    first = next(d.order for d in world.plan().desired if d.order)
+    for arm in (Arm.CONTROL, Arm.TREATED):
+        world.arm = arm
+        world.clock.advance(60)
+        world.report()
+        world.controller.step()
+        order = next(d.order for d in world.plan().desired if d.order)
+        assert (order.arm, order.key) == (arm, first.key)
+        assert order.decision_id != first.decision_id
+    # What has begun goes on, and is held no longer than it was.
+    held = ready("m1", decision_id=order.decision_id)
+    world.arm = Arm.CONTROL
+    world.clock.advance(60)
+    world.report(held=(held,))
+    world.controller.step()
+    (kept,) = [d.order for d in world.plan().desired if d.order]
+    assert (kept.decision_id, kept.hold_s) == (order.decision_id, order.hold_s)
+
+
 def test_switched_off_and_pinned() -> None:
     world = World()
     world.report()

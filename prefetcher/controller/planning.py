@@ -242,7 +242,8 @@ class _Chooser:
                 continue
             held = self._held.get(known.model)
             on_its_way = held is not None and held.decision_id == past.order.decision_id
-            may = fetches or self._worth.hint_per_s[i] > 0.0
+            # What waits for the link since a treated hour may not begin in a control hour: it ends there, in the wash-out.
+            may = self._is_of_this_arm(past.order) and (fetches or self._worth.hint_per_s[i] > 0.0)
             waiting = may and held is None and self._given.now_s < past.order.deadline_s and self._index[i] >= self._price
             if on_its_way and held is not None and held.state == "ready":
                 carried.append(self._staying(i, past))
@@ -254,13 +255,17 @@ class _Chooser:
                 self._promised_s += float(self._link_s[i])
         return carried
 
+    def _is_of_this_arm(self, order: Order) -> bool:
+        return order.cause is Cause.BATCH or order.arm is self._given.arm
+
     def _staying(self, i: int, past: PastOrder) -> Order:
         """The order of what is there and unused: its hold lasts to the tick after the next while its score is still good, and
         not for ever."""
         given, order = self._given, past.order
         score = float(self._index[i]) * load_discount(float(self._worth.fetch_per_s[i]), float(self._link_s[i]))
         good = self._worth.fetch is not None and score >= self._outlook.policy.stays_at * past.score
-        if order.cause is not Cause.FORECAST or not good:
+        # In a control hour nothing of a treated one stays for longer than its hold, which is as long as the wash-out.
+        if order.cause is not Cause.FORECAST or not good or given.arm is Arm.CONTROL:
             return order
         until_s = min(given.now_s + 2.0 * given.tick_s - order.issued_s, MOST_HOLDS * float(self._hold_s[i]))
         return replace(order, hold_s=max(order.hold_s, until_s))
@@ -363,7 +368,11 @@ class _Chooser:
             if not self._worth.hint_per_s.any():
                 return []
         candidates = self._candidates(
-            (past.order.key.model for past in given.past.values() if not past.ended and past.order.deadline_s > given.now_s),
+            (
+                past.order.key.model
+                for past in given.past.values()
+                if not past.ended and past.order.deadline_s > given.now_s and self._is_of_this_arm(past.order)
+            ),
             hinted_only=busy or self._worth.fetch is None,
         )
         free = float(report.memory.budget_bytes - report.memory.reserve_bytes - report.memory.taken_bytes) - self._promised_bytes
