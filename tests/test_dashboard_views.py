@@ -50,6 +50,7 @@ def setup() -> Iterator[Setup]:
         held("d", decision_id="x", cause="forecast"),
         held("e", "moving", cause="demand"),
         held("f", "evicting"),
+        HeldWeights("p", "v", "host", "part", 4000, 1000),
     ]
     made.report(
         report_of("one", copies, known=("a", "b", "c", "d", "e", "f"), busy_ratio=0.5, group="red"),
@@ -66,7 +67,7 @@ def setup() -> Iterator[Setup]:
 def test_a_nodes_bytes_by_state_add_up(setup: Setup) -> None:
     (one,) = (node for node in setup.http.get("/v1/nodes").json()["nodes"] if node["node"] == "one")
     assert one["tiers"]["host"]["states"] == dict.fromkeys(STATES, 1000)
-    assert (one["held"], one["moving"], one["waited_for"], one["disk"]["models"]) == (6, 1, 1, 6)
+    assert (one["held"], one["moving"], one["waited_for"], one["disk"]["models"]) == (7, 1, 1, 6)
     assert "device" not in one["tiers"]
 
 
@@ -134,7 +135,12 @@ def test_loads_say_how_far_they_are_and_when_the_use_is_expected(setup: Setup) -
     assert (second["model"], second["bytes_done"], second["ready_in_s"], second["expected_use_s"]) == ("g", 400, 0.6, T0 + 40.0)
 
 
-@given(st.sampled_from(["ready", "moving", "pausing", "paused", "cancelling", "evicting"]), st.booleans(), st.integers(0, 2), st.booleans())
+@given(
+    st.sampled_from(["ready", "moving", "pausing", "paused", "cancelling", "evicting", "part"]),
+    st.booleans(),
+    st.integers(0, 2),
+    st.booleans(),
+)
 def test_every_copy_has_one_state(stage: str, is_pinned: bool, leases: int, is_ordered: bool) -> None:
     copy = held("m", stage, pinned=is_pinned, leases=leases, decision_id="x" if is_ordered else "")
     assert state_of(copy) in STATES
@@ -343,7 +349,7 @@ def test_the_band_of_a_chance_says_that_chance_again(p: float) -> None:
 
 def test_the_glance_and_its_marks(setup: Setup) -> None:
     before = setup.http.get("/v1/overview").json()
-    assert (before["moving"], before["waited_for"], before["models"]) == (1, 1, {"known": 8, "ready": 4})
+    assert (before["moving"], before["waited_for"], before["models"]) == (1, 1, {"known": 9, "ready": 4})
     assert (before["may_act"], before["mode"], before["nodes"]["observing"]) == (True, "on", 1)
     setup.virtual.advance(1.5)
     setup.report(report_of("one", [held("a", last_use_s=T0)]), report_of("two"), report_of("three"))
