@@ -46,10 +46,14 @@ MOVING_STATES = frozenset({"moving", "pausing", "paused"})
 
 def room_of(report: records.NodeReport, index: Mapping[str, float], hold_s: float) -> records.NodeRoom:
     """What memory costs on a node whose plan ranks models by `index` (seconds of waiting saved per byte-second), over `hold_s`."""
-    leaves = [h for h in report.held if h.state == "ready" and not h.leases and not h.pinned]
-    evictable = float(sum(h.bytes for h in leaves))
-    value = sum(h.bytes * max(0.0, index.get(h.model, 0.0)) for h in leaves)
+    leaves = [h for h in report.held if _may_leave(h)]
+    evictable = float(sum(h.memory_bytes for h in leaves))
+    value = sum(h.memory_bytes * max(0.0, index.get(h.model, 0.0)) for h in leaves)
     return records.NodeRoom(evictable, value / evictable * hold_s if evictable else 0.0)
+
+
+def _may_leave(held: records.HeldWeights) -> bool:
+    return (held.state == "ready" or held.is_part) and not held.leases and not held.pinned
 
 
 def site_of(
@@ -90,10 +94,11 @@ def site_of(
             queue.append((left_s, load.rows))
     free = float(report.memory.budget_bytes - report.memory.taken_bytes - (report.memory.reserve_bytes if guesses else 0))
     # What waits for the link takes its memory when its turn comes.
-    waits = set(names) - {held.model for held in report.held}
+    there = {held.model: held.memory_bytes for held in report.held}
+    waits = set(names)
     if waits:
-        free -= sum(known.bytes for known in report.known if known.model in waits)
-    evictable = float(sum(h.bytes for h in report.held if h.state == "ready" and not h.leases and not h.pinned))
+        free -= sum(max(0, known.bytes - there.get(known.model, 0)) for known in report.known if known.model in waits)
+    evictable = float(sum(h.memory_bytes for h in report.held if _may_leave(h)))
     return Site(
         node=report.node,
         load_s=load_s,
