@@ -418,7 +418,7 @@ class _Chooser:
                 self._skip("hint_unlikely")
                 continue
             highest = float(self._index[victims].max()) if len(victims) else 0.0
-            bids = outbids(score / margin, size, self._index, takes, victims, kept)
+            bids = outbids(score / margin, float(self._sizes[i]), self._index, takes, victims, kept)
             if not bids or (len(victims) and score <= margin * highest):
                 self._skip("victims_worth_more")
                 refused += 1

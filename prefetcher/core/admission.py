@@ -207,8 +207,7 @@ def _worth(weights: Weights, victims: list[Weights], kept: float, tier: Tier, ho
         return True
     index, sizes = _arrays(victims, tier, holdings, now_s)
     everyone = np.arange(len(victims), dtype=np.int64)
-    missing = float(weights.bytes - weights.part_bytes(tier))
-    return bool(outbids(index_of(weights, holdings, now_s), missing, index, sizes, everyone, kept))
+    return bool(outbids(index_of(weights, holdings, now_s), float(weights.bytes), index, sizes, everyone, kept))
 
 
 def _arrays(

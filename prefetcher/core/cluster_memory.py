@@ -283,7 +283,7 @@ def make_room(
             value += key[c] * sizes[c]
             room += sizes[c]
         here.worth += WORTH_WEIGHT * (value / room - here.worth)
-    if policy.bypass and not outbids(entrant, size, key, sizes, victims, kept):
+    if policy.bypass and not outbids(entrant, world.size_bytes[model], key, sizes, victims, kept):
         return False
     for c in victims:
         if policy.rank == GDSF:

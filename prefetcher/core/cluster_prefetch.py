@@ -139,7 +139,8 @@ def prefetch_by_index(
                 victims, suffice, kept = choose_parts(key, sizes, others, need)
             else:
                 victims, suffice = choose_victims(key, sizes, others, need)
-            if not suffice or not outbids(score[place] / policy.margin, size, key, sizes, victims, kept):
+            whole = world.size_bytes[slot % models]
+            if not suffice or not outbids(score[place] / policy.margin, whole, key, sizes, victims, kept):
                 continue
             highest = 0.0
             for c in victims:

@@ -264,7 +264,7 @@ def make_room(e: int, model: int, now_s: float, world: World, demand: Demand, ha
         return False
     if policy.bypass:
         entrant = key_of(e, model, policy.variant, True, now_s, world, demand, hazard, caches)
-        if not outbids(entrant, size, key, held, victims, kept):
+        if not outbids(entrant, world.size_bytes[model], key, held, victims, kept):
             return False
     for m in victims:
         if policy.rank == GDSF:

@@ -170,7 +170,8 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
                 victims, suffice, kept = choose_parts(key, held, others, need)
             else:
                 victims, suffice = choose_victims(key, held, others, need)
-            if not suffice or not outbids(score[place] / policy.margin, size, key, held, victims, kept):
+            whole = world.size_bytes[model]
+            if not suffice or not outbids(score[place] / policy.margin, whole, key, held, victims, kept):
                 continue
             highest = 0.0
             for victim in victims:

@@ -109,7 +109,8 @@ def outbids(
 ) -> bool:
     """Whether the entrant is worth its victims: index × bytes at least the sum over them. When not, serve it without caching (bypass).
 
-    `entrant_bytes` are those that it needs room for, `kept` those that the last victim keeps (`choose_parts`).
+    `entrant_bytes` are all of its bytes, also where it holds a part of them: whole it saves by every byte, as a part by none. `kept` are
+    those that the last victim keeps (`choose_parts`).
     """
     value = 0.0
     for v in victims:
