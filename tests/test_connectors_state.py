@@ -105,6 +105,19 @@ def test_lists_keep_their_tail(store: StateStore) -> None:
     assert store.tail(key("list"), 10) == [b"2", b"3", b"4"]
 
 
+def test_members_are_there_until_they_are_forgotten(store: StateStore) -> None:
+    store.see(key("seen"), "one", 10.0)
+    store.see(key("seen"), "two", 20.0)
+    store.see(key("seen"), "one", 30.5)
+    assert store.members(key("seen"), 25.0) == ["one"]
+    assert store.last_seen(key("seen")) == {"one": 30.5, "two": 20.0}
+    store.unsee(key("seen"), ["one", "nobody"])
+    store.unsee(key("seen"), [])
+    assert store.last_seen(key("seen")) == {"two": 20.0}
+    store.unsee(key("seen"), ["two"])
+    assert store.last_seen(key("seen")) == {}
+
+
 def test_the_embedded_server_keeps_its_folder(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "state")
     server.start()

@@ -64,8 +64,9 @@ class Nodes:
         self.names = list(dict.fromkeys([*self._always, *(node for node, at_s in seen.items() if at_s >= now_s - _SILENT_S)]))
         self._let_go()
         # A node that is only silent is asked for as it was before when it comes back; one that was forgotten is not.
-        # A store that knows none at all lost its memory.
-        for node in self._known_ever - seen.keys() - set(self._always) if seen else ():
+        gone = self._known_ever - seen.keys() - set(self._always)
+        # A store that has no fence of any leader lost its memory.
+        for node in gone if gone and self._state.read(records.FENCE) is not None else ():
             self.shares.drop(node)
         self._known_ever = frozenset(seen)
         raw = self._state.read_many([records.node_key(node, "report") for node in self.names])
