@@ -17,8 +17,7 @@ $(VENV)/pip.stamp:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	@touch $@
 
-# Python compiles what it imports by itself, a fraction of what is installed.
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e .
+INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt -e .
 
 # The base alone: replay, live and demo need no more.
 $(VENV)/base.stamp: pyproject.toml constraints.txt $(VENV)/pip.stamp
