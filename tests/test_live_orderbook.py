@@ -168,4 +168,4 @@ def test_every_total_is_in_the_reference_and_can_be_shown() -> None:
     console = Console(width=300)
     with console.capture() as shown:
         console.print(render(status))
-    assert "1 requests, 1 cold starts, 1 served from disk, 2.5 s waited; prefetches: 1 timely (100% used)" in shown.get()
+    assert "1 request, 1 cold start, 1 served from disk, 2.5 s waited; prefetches: 1 timely (100% used)" in shown.get()
