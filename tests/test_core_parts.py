@@ -100,13 +100,13 @@ def test_a_part_is_nothing_that_can_be_opened_and_goes_on_where_it_ends(bench: P
     assert [(g.tier, g.bypass) for g in bench.of(ev.GrantLease)] == [(Tier.HOST, False)]
 
 
-def test_what_is_compared_is_what_is_given_up_and_what_has_to_come(bench: Parts) -> None:
+def test_what_is_given_up_is_compared_with_all_that_is_there_then(bench: Parts) -> None:
     # `small` is worth 3 × 2, the one block of `large` that it needs 1 × 5: all of `large`, 50, would be worth more.
     bench.ranks(large=5.0, small=2.0).arrives("large").asks("small")
     assert [e.keep_bytes for e in bench.of(ev.EvictWeights)] == [9 * BLOCK]
     bench.answers().tell(ev.WeightsLoaded(key("small"), Tier.HOST))
-    # And one block of `large` at 5 is not worth one of `small` at 6.
-    bench.ranks(large=5.0, small=6.0).asks("large")
+    # `large`, 50 when it is whole, is not worth one block of `small` at 60.
+    bench.ranks(large=5.0, small=60.0).asks("large")
     assert bench.of(ev.EvictWeights) == []
     (served,) = bench.facts(facts.RowServed)
     assert (served.bypass, served.tier) == (True, Tier.DISK)
