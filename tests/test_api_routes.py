@@ -194,6 +194,28 @@ def test_of_several_ready_copies_the_one_that_fewest_use(desk: Desk) -> None:
     assert {desk.route("m0")[0].node for _ in range(2)} == {"node-1", "node-2"}
 
 
+def test_several_ready_copies_are_sent_to_by_the_shares_that_are_told(desk: Desk) -> None:
+    tell(
+        desk.state, node_report("node-1", [held("m0", leases=3)]), node_report("node-2", [held("m0")]), node_report("node-3", [held("m0")])
+    )
+    told = records.Placements(T0, T0 + 60.0, {}, {"m0": {"node-1": 0.75, "node-2": 0.25}})
+    desk.state.write({records.PLACEMENTS: records.encode(told)})
+    found = []
+    for _ in range(40):
+        found += [desk.route("m0")[0].node for _ in range(2)]
+        desk.later()
+    assert {node: found.count(node) for node in NODES if node in found} == {"node-1": 60, "node-2": 20}
+    # They change, and are followed; when they stand no more, the one that fewest use.
+    other = records.Placements(T0, T0 + 60.0, {}, {"m0": {"node-3": 1.0}})
+    desk.state.write({records.PLACEMENTS: records.encode(other)})
+    desk.later()
+    assert desk.route("m0")[0].node == "node-3"
+    desk.later(60.0)
+    tell(desk.state, *(node_report(f"node-{n}", [held("m0", leases=leases)]) for n, leases in ((1, 3), (2, 0), (3, 1))))
+    desk.later()
+    assert desk.route("m0")[0].node == "node-2"
+
+
 def test_a_model_that_fits_nowhere_goes_where_it_is_served_soonest_uncached(desk: Desk) -> None:
     full = [records.HeldWeights("m8", "v", "host", "ready", 95 * GB, 95 * GB, pinned=True)]
     tell(desk.state, *(node_report(node, full) for node in NODES))

@@ -170,3 +170,24 @@ def test_a_long_silence_costs_little_and_loses_the_guesses() -> None:
         np.array([T0 + 3e7]), np.zeros((VARIANTS, 1, 1), np.float32), T0 + 3e7,
     )  # fmt: skip
     assert shadows.shadow_holds().tolist() == [False], "its price ended it"
+
+
+def test_a_model_whose_requests_are_to_come_to_a_node_that_saw_none_is_likely_there_by_the_forecast() -> None:
+    shadows = caches()
+    shadows.serve(np.arange(3), np.full(3, 1e9), np.full(3, 50.0), 4e9)
+    # Only model 0 was asked for here; the forecast speaks of models 0 and 1, and of 2 nobody knows anything.
+    rate = np.array([0.01, 0.02, np.nan], np.float32)
+    ticks = T0 + 60.0 * np.arange(1, 3)
+    at_tick = np.broadcast_to(rate, (VARIANTS, 2, 3)).copy()
+    shadows.advance(np.array([T0 + 1.0]), np.array([0]), np.full((VARIANTS, 1), 0.01, np.float32), ticks, at_tick, T0 + 130.0)
+    alone = shadows.outlook(T0 + 130.0)
+    assert alone.prefetch_per_s is not None
+    assert alone.prefetch_per_s[1] == alone.keep_per_s[1] == 0.0
+    sent = shadows.outlook(T0 + 130.0, np.array([True, True, True]))
+    assert sent.prefetch_per_s is not None
+    assert sent.prefetch_per_s[1] == pytest.approx(0.02)
+    assert sent.keep_per_s[1] == pytest.approx(0.02)
+    assert sent.prefetch_per_s[0] == alone.prefetch_per_s[0] > 0.0
+    assert sent.prefetch_per_s[2] == 0.0
+    # Of fewer models than there are, when more came since.
+    assert shadows.outlook(T0 + 130.0, np.array([True])).keep_per_s[1] == 0.0

@@ -29,7 +29,7 @@ from prefetcher.core.types import NodeName
 from prefetcher_connectors.redis import EmbeddedServer, RedisState
 
 NODES = [NodeName(f"n{i}") for i in range(4)]
-MODELS = [f"m{i}" for i in range(12)]
+MODELS = [f"m{i}" for i in range(13)]
 BYTES = 8_000_000
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -167,3 +167,27 @@ def test_a_hint_for_what_is_on_another_node_or_on_its_way_begins_no_second_load(
     eventually(lambda: cluster.controller.metric("prefetcher_plans_total") >= plans + 2 * len(NODES))
     assert cluster.loads(model) == [told.node]
     assert cluster.where(model) == {told.node}
+
+
+def test_rows_that_wait_at_their_node_bring_a_second_copy_and_requests_are_spread_over_both(cluster: Cluster) -> None:
+    waited, ready = MODELS[11:13]
+    # One is there before anybody asks for it: what its rows would gain elsewhere is nothing, and less than any price.
+    with Client(cluster.endpoints[0].url) as client:
+        client.hint(ready, in_s=5.0, ttl_s=300.0)
+    (home,) = eventually(lambda: cluster.where(ready))
+    told = cluster.call_at_once([waited])[waited]
+    cluster.post([{"model": ready, "node": home}] * 20 + [{"model": waited, "node": told.node}] * 20)
+    copies = eventually(lambda: found if len(found := cluster.where(waited)) == 2 else None)
+    assert told.node in copies
+    second = (copies - {told.node}).pop()
+    # The first was loaded for requests, the second by a forecast that nobody asked for there.
+    assert sorted(cluster.loads(waited)) == sorted(copies)
+    assert {row["cause"] for row in get(cluster.endpoints[0].url, f"/v1/residency?model={waited}") if row["node"] == second} == {"forecast"}
+
+    def spread() -> dict[str, int] | None:
+        asked = [cluster.call_at_once([waited])[waited].node for _ in range(20)]
+        found = {node: asked.count(node) for node in sorted(copies)}
+        return found if min(found.values()) >= 8 else None
+
+    assert sum(eventually(spread).values()) == 20
+    assert cluster.where(ready) == {home}

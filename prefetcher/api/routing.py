@@ -35,6 +35,8 @@ INTENT_S = records.REPORT_EXPIRES_S
 _CLOCKS_S = 1.0
 #: What was sent to a node takes its link for so long at least, however short the load: whoever was told has yet to send it.
 _ON_ITS_WAY_S = 0.1
+#: Shares are kept over so many of a model's latest answers, so that shares that change are followed.
+_SHARED_ROWS = 64
 #: Tries to write intents that others write too: each failure is another endpoint's success.
 _TRIES = 100
 
@@ -82,6 +84,8 @@ class RouteDesk:
         self._known: _Known | None = None
         #: What was told about ready copies since the view was read, so that a burst is spread over them.
         self._sent: dict[tuple[str, str], int] = {}
+        #: Likewise for models whose shares are told, however long ago: by model, how many were sent to each node.
+        self._shared: dict[str, dict[str, float]] = {}
         self._told: tuple[bytes | None, records.Placements | None] = (None, None)
         #: The last intents that were read or written: what stands while the store is away.
         self._last = records.Intents()
@@ -147,15 +151,33 @@ class RouteDesk:
                         ready.setdefault(held.model, []).append((node, held.leases))
             self._known = _Known(view, able, ready)
             self._sent.clear()
+            if any(len(nodes) > 1 for nodes in ready.values()):
+                self._read()
         return self._known
 
     def _ready(self, model: str, known: _Known) -> Routed:
-        """Of several that have it, the one that is used by fewest; hashing decides among equals."""
+        """Of several that have it, by the shares that the controller tells; else the one that is used by fewest. Hashing decides among
+        equals."""
         there = known.ready[model]
-        order = by_rendezvous(model, [node for node, _ in there])
-        node, _ = min((there[i] for i in order), key=lambda at: at[1] + self._sent.get((model, at[0]), 0))
-        self._sent[model, node] = self._sent.get((model, node), 0) + 1
+        order = [there[i] for i in by_rendezvous(model, [node for node, _ in there])]
+        told = self._placements() if len(there) > 1 else None
+        shares = {} if told is None else told.shares.get(model, {})
+        sharing = [node for node, _ in order if shares.get(node, 0.0) > 0.0]
+        if sharing:
+            sent = self._shared.setdefault(model, {})
+            node = NodeName(min(sharing, key=lambda name: (sent.get(name, 0.0) + 1.0) / shares[name]))
+            sent[node] = sent.get(node, 0.0) + 1.0
+            if sum(sent.values()) > _SHARED_ROWS:
+                self._shared[model] = {name: count / 2.0 for name, count in sent.items() if name in shares}
+        else:
+            node, _ = min(order, key=lambda at: at[1] + self._sent.get((model, at[0]), 0))
+            self._sent[model, node] = self._sent.get((model, node), 0) + 1
         return Routed(model, node, "ready", 0.0)
+
+    def _placements(self) -> records.Placements | None:
+        """What the controller told last, while it stands."""
+        told = self._told[1]
+        return None if told is None or self._clock.now_s() > told.until_s else told
 
     # --- what is nowhere yet ---
 
@@ -222,9 +244,7 @@ class RouteDesk:
         return next((entry.load_s for name, entry in known.able[model] if name == node), 0.0)
 
     def _decided(self, cold: Mapping[str, int], known: _Known, standing: Mapping[str, records.Intent]) -> dict[str, Placed]:
-        told, now_s = self._told[1], self._clock.now_s()
-        if told is not None and now_s > told.until_s:
-            told = None
+        told, now_s = self._placements(), self._clock.now_s()
         load_s: dict[NodeName, dict[str, float]] = {}
         size: dict[str, float] = {}
         for model in cold:

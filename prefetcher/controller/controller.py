@@ -27,7 +27,7 @@ from prefetcher.controller.idle_pins import IdlePins
 from prefetcher.controller.intake import Came, Intake
 from prefetcher.controller.learner import Learner, Refit, Taken
 from prefetcher.controller.nodes import Nodes
-from prefetcher.controller.placing import Placing
+from prefetcher.controller.placing import ELSEWHERE, Placing
 from prefetcher.controller.planning import Given, PastOrder, Planned, Worth, make_plan, worth_of
 from prefetcher.controller.windows import WindowView
 from prefetcher.core.experts import WINDOWS_S
@@ -497,7 +497,8 @@ class Controller:
         shadows = self._shadows.get(node)
         if shadows is None:
             shadows = self._new_shadows(now_s)
-        outlook = shadows.outlook(now_s)
+        shares = None if self._shares is None or self._shares[1] is None else self._shares[1].get(node)
+        outlook = shadows.outlook(now_s, None if shares is None else shares > ELSEWHERE)
         numbers = np.array([self._learner.number(k.model) for k in report.known], np.int64)
         # A model that was asked for since the catalog was told is not in the outlook yet.
         numbers[numbers >= len(outlook.keep_per_s)] = -1

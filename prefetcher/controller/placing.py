@@ -23,7 +23,7 @@ from prefetcher.core.routing_shares import second_copy_gain
 from prefetcher.core.types import NodeName
 from prefetcher.core.value import price_per_byte_s
 
-__all__ = ["MOVING_STATES", "Placing", "room_of", "site_of"]
+__all__ = ["ELSEWHERE", "MOVING_STATES", "Placing", "room_of", "site_of"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,7 +35,7 @@ _MOST = 40
 _LEAST_CHANCE = 0.05
 #: A node that forecasts don't send anything to keeps what it holds at this share of its worth: it goes first, but not before it is in the
 #: way or costs more than that.
-_ELSEWHERE = 0.05
+ELSEWHERE = 0.05
 #: A second copy must earn so many times what it costs to come, and as much as it costs to stay.
 _SECOND_AT = 2.0
 #: Rows of a model that wait at its node less often than this are no reason for another copy.
@@ -211,11 +211,11 @@ class Placing:
         reports = self._nodes.reports
         if len(self._nodes.names) < 2:
             return None
-        found = {node: np.full(len(names), _ELSEWHERE, np.float32) for node in reports}
+        found = {node: np.full(len(names), ELSEWHERE, np.float32) for node in reports}
         for number, model in enumerate(names):
             for node, share in self.shares(model).items():
                 if node in found:
-                    found[node][number] = max(share, _ELSEWHERE)
+                    found[node][number] = max(share, ELSEWHERE)
         return found
 
     def weigh_copies(self, rates_per_s: Mapping[str, float]) -> None:

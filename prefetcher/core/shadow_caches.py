@@ -52,6 +52,8 @@ _WASHOUT_S = HoldoutSettings().washout_s
 #: Hours of the shadow that are kept: reports look back a week.
 _HOURS_KEPT = 192
 _NAMES = tuple(EXPERTS)
+#: Ranks that go by the learned forecast.
+_LEARNED = frozenset({Rank.HAZARD, Rank.HAZARD_MIX})
 #: What an order says led to it: the parts of each kind of index, with their shares.
 _PARTS: dict[Rank, tuple[tuple[str, float], ...]] = {
     Rank.HAZARD: (("hazard", 1.0),),
@@ -334,8 +336,9 @@ class ShadowCaches:
 
     # --- what it says ---
 
-    def outlook(self, now_s: float) -> Outlook:
-        """What the deciding expert says at `now_s`."""
+    def outlook(self, now_s: float, sent: npt.NDArray[np.bool_] | None = None) -> Outlook:
+        """What the deciding expert says at `now_s`. `sent` bool[≤ n]: models whose requests are to come here. Of those that never did, only
+        the learned forecast says anything, and it is taken as it is."""
         policy, n = self._policies[self._hedge.live], len(self._size)
         now_s = max(now_s, self._at_s)
         world = self._world(np.zeros(0), np.zeros(0, np.int32))
@@ -344,6 +347,9 @@ class ShadowCaches:
         def rates(variant: int) -> Floats:
             out = np.zeros(n)
             _next_use(int(policy.rank), policy.tau, variant, now_s, world, self._demand, hazard, self._caches.next_ts, out)
+            if sent is not None and policy.rank in _LEARNED:
+                new = np.flatnonzero(sent & (self._demand.rows[: len(sent)] == 0))
+                out[new] = np.nan_to_num(self._column[variant, new])
             return out
 
         joiners = np.zeros(n)
