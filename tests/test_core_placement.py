@@ -114,7 +114,7 @@ def test_no_load_queues_beside_an_idle_link_unless_that_is_far_slower(burst: tup
                 room = room and (not quota[m] or size[m] <= site.quota_left["batch"])
                 if m in site.load_s and (room or not placed[m].cached):
                     assert site.load_s[m] > 2.0 * placed[m].wait_s
-                    assert site.load_s[m] > 2.0 + placed[m].wait_s
+                    assert site.load_s[m] > 0.1 + placed[m].wait_s
 
 
 @settings(max_examples=150, deadline=None)

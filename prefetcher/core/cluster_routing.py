@@ -60,10 +60,12 @@ def _displaced_s(
     models = len(world.size_bytes)
     node, model = slot // models, slot % models
     here = caches.tier[e, tier, node]
-    size, free, hold_s = world.size_bytes[model], here.capacity - here.used, caches.place[0]
+    # What is there of it already needs no room.
+    size = world.size_bytes[model] - caches.copy[e, tier, slot].held_bytes
+    free, hold_s = here.capacity - here.used, caches.place[0]
     if size <= free or here.worth <= 0.0 or hold_s <= 0.0 or caches.status[e, tier, slot] == PREFETCH:
         return 0.0
-    own = key_of(e, tier, node, model, caches.policy[e].variant, True, now_s, world, demand, hazard, caches) * size
+    own = key_of(e, tier, node, model, caches.policy[e].variant, True, now_s, world, demand, hazard, caches) * world.size_bytes[model]
     return displaced_s(size, free, here.worth * hold_s, own * hold_s)
 
 

@@ -49,10 +49,10 @@ class At(IntEnum):
 # The same codes as plain integers, for kernels.
 UNKNOWN, ABSENT, PLACED, MOVING, READY = (int(at) for at in At)
 
-#: A load queues beside an idle link only where that has it ready in less than this share of the time, and so many seconds sooner: speeds
-#: are measured, and on a link that is shared they differ from load to load.
+#: A load queues beside an idle link only where that has it ready in less than this share of the time: that link is slow, or the weights are
+#: nearer to the busy one. And so many seconds sooner: below that, speeds are noise, and requests are on their way.
 _QUEUES_AT = 0.5
-_QUEUES_S = 2.0
+_QUEUES_S = 0.1
 #: Costs that differ by less are equal, and hashing decides: it is no more than what adding up seconds in another order changes.
 _SAME_RATIO = 1e-9
 
