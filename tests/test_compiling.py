@@ -20,7 +20,7 @@ from numba.core.caching import FunctionCache
 from prefetcher import compiling
 from prefetcher.core import compiled
 from prefetcher.core.compiled import fingerprint, is_compiled, kernel, kernel_part
-from prefetcher.core.node_memory import victims_in_order
+from prefetcher.core.planner import victims_in_order
 from prefetcher.core.references import by_reference
 from prefetcher.errors import PrefetcherError
 
@@ -209,7 +209,7 @@ from prefetcher.replay.run import replay_command
 policies = "lru,gdsf,sieve,hybrid,belady,lfu:3600,lhd-smith,ours"
 replay_command(log=folder / "log.parquet", out=folder / "out", default_bytes=10**9, host_bytes=3 * 10**9, policy=policies)
 from prefetcher.controller.learner import Learner
-from prefetcher.core.planner import choose_victims, next_in_smith_order, outbids
+from prefetcher.core.planner import choose_parts, choose_victims, next_in_smith_order, outbids
 from prefetcher.core.shadow_caches import ShadowCaches
 from prefetcher.core.traffic import Traffic
 from prefetcher.core.types import RequestSeen
@@ -226,7 +226,7 @@ again.advance(taken.ts[:0], taken.model[:0], taken.after_row[:, :0], taken.ticks
 Traffic.restore(learner.traffic.snapshot()).advance(ts[20:40], np.arange(20) % 5, ticks=[ts[39] + 1.0])
 key = np.array([3.0, 1.0])
 victims, _ = choose_victims(key, key, np.arange(2), 1.0)
-outbids(1.0, 1.0, key, key, victims)
+outbids(1.0, 1.0, key, key, choose_parts(key, key, np.arange(2), 1.0)[0], 0.0)
 next_in_smith_order(key, key)
 print(json.dumps({k.py_func.__name__: [len(k.overloads), sum(k.stats.cache_misses.values())] for k in compiling._kernels()}))
 """

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefetcher.core.hedge import Hedge
-from prefetcher.core.planner import choose_victims, next_in_smith_order, outbids
+from prefetcher.core.node import BLOCK_BYTES
+from prefetcher.core.planner import choose_parts, choose_victims, next_in_smith_order, outbids
 from prefetcher.core.value import miss_cost_s, next_use_rate, price_per_byte_s
 
 resident = st.tuples(st.floats(0, 1), st.integers(1, 50))
@@ -41,8 +42,27 @@ def test_the_lowest_index_goes_first_and_the_highest_stays_where_it_can() -> Non
 def test_bypass_compares_with_the_sum_over_the_victims() -> None:
     index, size = np.array([1.0, 1.0]), np.array([10.0, 10.0])
     both = np.array([0, 1])
-    assert outbids(1.0, 20.0, index, size, both)
-    assert not outbids(1.0, 19.0, index, size, both)
+    assert outbids(1.0, 20.0, index, size, both, 0.0)
+    assert not outbids(1.0, 19.0, index, size, both, 0.0)
+    assert outbids(1.0, 16.0, index, size, both, 4.0), "the last of them keeps 4 bytes"
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 400)), min_size=1, max_size=12), st.floats(-5, 3000))
+@settings(deadline=None, max_examples=200)
+def test_what_the_last_victim_keeps_is_not_needed(residents: list[tuple[float, int]], need_mb: float) -> None:
+    index = np.array([r[0] for r in residents])
+    size = np.array([r[1] * 1e6 for r in residents])
+    victims, suffice, kept = choose_parts(index, size, np.arange(len(residents)), need_mb * 1e6)
+    assert suffice == (size.sum() >= need_mb * 1e6)
+    if not suffice or need_mb <= 0:
+        assert (len(victims), kept) == (0, 0.0)
+        return
+    stay = np.setdiff1d(np.arange(len(residents)), victims)
+    assert all(index[stay] >= index[victims].max())
+    surplus = size[victims].sum() - need_mb * 1e6
+    assert 0.0 <= surplus - kept < BLOCK_BYTES
+    assert kept % BLOCK_BYTES == 0.0
+    assert kept < size[victims[-1]]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8))

@@ -411,7 +411,7 @@ class HeldWeights(msgspec.Struct, frozen=True):
 
 
 class QueuedWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Weights that requests wait for: `rows` of them, the first since `since_s`, for `left_s` more of the link; `moving` while they have it.
+    """Weights that requests wait for: `rows` of them, the first since `since_s`, for `left_s` more of the link; `moving` while on it.
 
     `paused`: they have their memory and what was read so far. `behind`: the model that has the link they wait for.
     """

@@ -27,8 +27,7 @@ from prefetcher.core.node import (
     Hazard,
     Rank,
 )
-from prefetcher.core.node_memory import victims_in_order
-from prefetcher.core.planner import choose_parts, choose_victims, outbids
+from prefetcher.core.planner import choose_parts, choose_victims, outbids, victims_in_order
 
 __all__ = [
     "evict",

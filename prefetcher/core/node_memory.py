@@ -28,7 +28,7 @@ from prefetcher.core.node import (
     Rank,
     World,
 )
-from prefetcher.core.planner import choose_parts, choose_victims, outbids
+from prefetcher.core.planner import choose_parts, choose_victims, outbids, victims_in_order
 from prefetcher.core.ranking import key_of, sieve_leave, sieve_next
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "sweep_expired",
     "sweep_priced",
     "take_memory",
-    "victims_in_order",
 ]
 
 GDSF, SIEVE = int(Rank.GDSF), int(Rank.SIEVE)
@@ -181,32 +180,6 @@ def evictable(e: int, but: int, caches: Caches) -> npt.NDArray[np.int64]:
             out[number] = m
             number += 1
     return out[:number]
-
-
-@kernel_part
-def victims_in_order(
-    key: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need: float
-) -> tuple[npt.NDArray[np.int64], bool]:
-    """The classic way: lowest key first until the room suffices; ties fall to the earlier candidate."""
-    total = 0.0
-    for m in candidates:
-        total += size_bytes[m]
-    if total < need:
-        return candidates[:0], False
-    order = np.empty(len(candidates), np.int64)
-    taken = np.zeros(len(candidates), np.bool_)
-    got = 0.0
-    number = 0
-    while got < need and number < len(candidates):
-        lowest = -1
-        for c in range(len(candidates)):
-            if not taken[c] and (lowest < 0 or key[candidates[c]] < key[candidates[lowest]]):
-                lowest = c
-        taken[lowest] = True
-        order[number] = candidates[lowest]
-        got += size_bytes[candidates[lowest]]
-        number += 1
-    return order[:number], True
 
 
 @kernel_part

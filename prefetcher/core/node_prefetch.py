@@ -26,8 +26,8 @@ from prefetcher.core.node import (
     PrefetchRule,
     World,
 )
-from prefetcher.core.node_memory import evict, evictable, give_back, make_room, start_transfer, take_memory, victims_in_order
-from prefetcher.core.planner import choose_parts, choose_victims, outbids
+from prefetcher.core.node_memory import evict, evictable, give_back, make_room, start_transfer, take_memory
+from prefetcher.core.planner import choose_parts, choose_victims, outbids, victims_in_order
 from prefetcher.core.ranking import hint_per_s, key_of, key_of_rate, next_use_per_s
 from prefetcher.core.value import LEAST_CHANCE, MOST_HOLDS, head_start, load_discount, may_start
 

@@ -14,88 +14,69 @@ import numpy.typing as npt
 from prefetcher.core.compiled import kernel, kernel_part
 from prefetcher.core.node import BLOCK_BYTES
 
-__all__ = ["choose_parts", "choose_victims", "next_in_smith_order", "outbids", "outranks"]
+__all__ = ["choose_parts", "choose_victims", "next_in_smith_order", "outbids", "outranks", "victims_in_order"]
+
+
+@kernel_part
+def victims_in_order(
+    index: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need_bytes: float
+) -> tuple[npt.NDArray[np.int64], bool]:
+    """The classic way: lowest index first until the room suffices; ties fall to the earlier candidate.
+
+    `index` float64[n] and `size_bytes` float64[n] are by model, `candidates` int64[c] are the models that may go. Returns the victims in
+    the order of their index, and whether they suffice; if not, there are none.
+    """
+    total = 0.0
+    for m in candidates:
+        total += size_bytes[m]
+    if total < need_bytes:
+        return candidates[:0], False
+    order = np.empty(len(candidates), np.int64)
+    taken = np.zeros(len(candidates), np.bool_)
+    got = 0.0
+    number = 0
+    while got < need_bytes and number < len(candidates):
+        lowest = -1
+        for c in range(len(candidates)):
+            if not taken[c] and (lowest < 0 or index[candidates[c]] < index[candidates[lowest]]):
+                lowest = c
+        taken[lowest] = True
+        order[number] = candidates[lowest]
+        got += size_bytes[candidates[lowest]]
+        number += 1
+    return order[:number], True
 
 
 @kernel
 def choose_victims(
     index: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need_bytes: float
 ) -> tuple[npt.NDArray[np.int64], bool]:
-    """The victims as a set: lowest index first until the room suffices, then, from the highest down, those not needed stay.
-
-    `index` float64[n] and `size_bytes` float64[n] are by model, `candidates` int64[c] are the models that may go. Ties fall to the
-    earlier candidate. Returns the victims in the order of their index, and whether they suffice; if not, the set is empty.
-    """
-    count = len(candidates)
-    key = np.empty(count)
-    total = 0.0
-    for c in range(count):
-        key[c] = index[candidates[c]]
-        total += size_bytes[candidates[c]]
-    none = np.empty(0, np.int64)
-    if need_bytes <= 0.0:
-        return none, True
-    if total < need_bytes:
-        return none, False
-    chosen = np.empty(count, np.int64)
-    taken = np.zeros(count, np.bool_)
+    """The victims as a set: as `victims_in_order`, then, from the highest down, those not needed stay."""
+    chosen, suffice = victims_in_order(index, size_bytes, candidates, need_bytes)
     got = 0.0
-    number = 0
-    while got < need_bytes and number < count:
-        best = -1
-        for c in range(count):
-            if not taken[c] and (best < 0 or key[c] < key[best]):
-                best = c
-        taken[best] = True
-        chosen[number] = candidates[best]
-        got += size_bytes[candidates[best]]
-        number += 1
-    kept = 0
-    for v in range(number - 2, -1, -1):
+    for m in chosen:
+        got += size_bytes[m]
+    stays = np.zeros(len(chosen), np.bool_)
+    for v in range(len(chosen) - 2, -1, -1):
         if got - size_bytes[chosen[v]] >= need_bytes:
             got -= size_bytes[chosen[v]]
-            chosen[v] = -1
-            kept += 1
-    out = np.empty(number - kept, np.int64)
-    j = 0
-    for v in range(number):
-        if chosen[v] >= 0:
-            out[j] = chosen[v]
-            j += 1
-    return out, got >= need_bytes
+            stays[v] = True
+    return chosen[~stays], suffice
 
 
 @kernel
 def choose_parts(
     index: npt.NDArray[np.float64], size_bytes: npt.NDArray[np.float64], candidates: npt.NDArray[np.int64], need_bytes: float
 ) -> tuple[npt.NDArray[np.int64], bool, float]:
-    """The victims where the last one may keep a part: lowest index first until the room suffices, and none of them is let off.
-
-    As `choose_victims`, and also returns how many bytes the last victim keeps: what the room does not need, in whole blocks.
+    """The victims where the last one may keep a part: as `victims_in_order`, and how many bytes the last keeps: what the room does not
+    need, in whole blocks.
     """
-    count = len(candidates)
-    none = np.empty(0, np.int64)
-    if need_bytes <= 0.0:
-        return none, True, 0.0
-    total = 0.0
-    for c in range(count):
-        total += size_bytes[candidates[c]]
-    if total < need_bytes:
-        return none, False, 0.0
-    chosen = np.empty(count, np.int64)
-    taken = np.zeros(count, np.bool_)
+    chosen, suffice = victims_in_order(index, size_bytes, candidates, need_bytes)
     got = 0.0
-    number = 0
-    while got < need_bytes and number < count:
-        best = -1
-        for c in range(count):
-            if not taken[c] and (best < 0 or index[candidates[c]] < index[candidates[best]]):
-                best = c
-        taken[best] = True
-        chosen[number] = candidates[best]
-        got += size_bytes[candidates[best]]
-        number += 1
-    return chosen[:number], got >= need_bytes, math.floor(max(got - need_bytes, 0.0) / BLOCK_BYTES) * float(BLOCK_BYTES)
+    for m in chosen:
+        got += size_bytes[m]
+    kept = math.floor(max(got - need_bytes, 0.0) / BLOCK_BYTES) * float(BLOCK_BYTES) if len(chosen) else 0.0
+    return chosen, suffice, kept
 
 
 @kernel
@@ -105,7 +86,7 @@ def outbids(
     index: npt.NDArray[np.float64],
     size_bytes: npt.NDArray[np.float64],
     victims: npt.NDArray[np.int64],
-    kept: float = 0.0,
+    kept: float,
 ) -> bool:
     """Whether the entrant is worth its victims: index × bytes at least the sum over them. When not, serve it without caching (bypass).
 
