@@ -28,6 +28,7 @@ _REASONS: dict[str, str] = {
     "room": "its memory was needed",
     "price": "holding it cost more than it saved",
     "asked": "evicted by hand",
+    "still_mapped": "a program still maps the copy that is to leave",
     "bad": "its bytes are not those of its manifest",
     "gone": "its memory was taken away",
     "overdue": "it did not answer in time",

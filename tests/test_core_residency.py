@@ -146,6 +146,23 @@ def test_demand_pauses_a_running_prefetch_and_takes_its_memory_before_any_victim
     assert [i.key for i in bench.of(ev.LoadWeights)] == [key("now")]
 
 
+def test_requests_do_not_wait_for_memory_that_a_program_keeps_mapped() -> None:
+    bench = Bench({"big": 90, "small": 30}).load("big")
+    bench.tell(ev.LeaseRequested("h", ModelName("small"), "t"))
+    assert [e.key for e in bench.of(ev.EvictWeights)] == [key("big")]
+    bench.tell(ev.Ticked(), 2.0)
+    assert bench.of(ev.GrantLease) == [], "what leaves is soon gone, as a rule"
+    bench.tell(ev.Ticked(), 4.0)
+    (small,) = bench.of(ev.GrantLease)
+    assert (small.key, small.tier, small.bypass) == (key("small"), Tier.DISK, True)
+    bench.tell(ev.LeaseRequested("h", ModelName("big"), "u"))
+    (big,) = bench.of(ev.GrantLease)
+    assert (big.key, big.tier, big.bypass, big.reason) == (key("big"), Tier.DISK, True, "still_mapped")
+    bench.tell(ev.WeightsEvicted(key("big"), Tier.HOST))
+    bench.tell(ev.LeaseRequested("h", ModelName("small"), "v"))
+    assert [load.key for load in bench.of(ev.LoadWeights)] == [key("small")], "once it is free it is taken again"
+
+
 def test_a_paused_prefetch_goes_on_where_it_stopped_once_demand_is_served() -> None:
     bench = Bench({"guess": 50, "now": 40})
     bench.plan(bench.wants("guess", 5.0, "o1"), bench.wants("now", 9.0))

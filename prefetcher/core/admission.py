@@ -83,11 +83,13 @@ def admit(
 ) -> Admission:
     """What would have to happen for `weights` to move into `tier` now. `claimed_bytes` are promised to a transfer ahead of it."""
     copy = weights.copies.get(tier)
-    if copy is not None and copy.stage is not Stage.PART:
-        return Admission(Verdict.START if copy.stage is Stage.PAUSED else Verdict.WAIT)
-    guess = rank in (Rank.PREFETCH, Rank.CARRY)
     # Nothing can be opened below the disk: demand comes there whatever it is worth.
     may_bypass = rank is Rank.DEMAND and not weights.pinned and tier > Tier.DISK
+    if copy is not None and copy.stage is not Stage.PART:
+        if may_bypass and holdings.lingers(copy, now_s):
+            return Admission(Verdict.BYPASS, "still_mapped")
+        return Admission(Verdict.START if copy.stage is Stage.PAUSED else Verdict.WAIT)
+    guess = rank in (Rank.PREFETCH, Rank.CARRY)
     if may_bypass and below_price(weights, holdings, price_per_byte_s, now_s):
         return Admission(Verdict.BYPASS, "price")
     if rank in (Rank.PREFETCH, Rank.HAND):
@@ -104,7 +106,7 @@ def admit(
     if weights.bytes > budget - holdings.pinned_bytes(tier, weights.key):
         return Admission(Verdict.NEVER, "does_not_fit")
     free = budget - holdings.used_bytes[tier]
-    freeing = holdings.freeing_bytes(tier)
+    freeing = holdings.freeing_bytes(tier, now_s, soon=may_bypass)
     missing = weights.bytes - weights.part_bytes(tier)
     if missing <= free + freeing - claimed_bytes:
         return Admission(Verdict.START if missing <= free else Verdict.WAIT)

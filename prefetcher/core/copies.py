@@ -39,6 +39,8 @@ class NodeLimits:
     answer_s: float = 30.0
     #: The link is kept for a load whose victims have just been told to leave: that takes milliseconds, unless an engine still maps them.
     give_back_s: float = 1.0
+    #: What was told to leave so long ago is still mapped by somebody, and may be for hours: requests don't wait for its memory.
+    linger_s: float = 5.0
     #: A row or lease that waits for weights that don't move is served from the tier below, or refused, after this long; while they move it
     #: goes on waiting.
     demand_deadline_s: float = 300.0
@@ -59,6 +61,7 @@ class NodeLimits:
             stall_s=self.stall_s * speed,
             answer_s=self.answer_s * speed,
             give_back_s=self.give_back_s * speed,
+            linger_s=self.linger_s * speed,
             demand_deadline_s=self.demand_deadline_s * speed,
             backoff_s=self.backoff_s * speed,
             backoff_cap_s=self.backoff_cap_s * speed,
@@ -314,9 +317,18 @@ class Holdings:
         """What a tenant's weights hold so."""
         return sum(w.bytes for w in self.weights.values() if self.quotas.of(w.key.model) is quota and self.claims(w))
 
-    def freeing_bytes(self, tier: Tier) -> int:
-        """Bytes that are on their way back to the kernel."""
-        return sum(self.weights[key].held_bytes(tier) - copy.keep_bytes for key, copy in self.in_tier[tier].items() if copy.leaving)
+    def freeing_bytes(self, tier: Tier, now_s: float, *, soon: bool) -> int:
+        """Bytes that are on their way back to the kernel; `soon`: but for those that linger."""
+        return sum(
+            self.weights[key].held_bytes(tier) - copy.keep_bytes
+            for key, copy in self.in_tier[tier].items()
+            if copy.leaving and not (soon and self.lingers(copy, now_s))
+        )
+
+    def lingers(self, copy: Copy, now_s: float) -> bool:
+        """Whether the copy was told to leave a while ago and has not: some process still maps it."""
+        told_s = copy.deadline_s - self.limits.answer_s
+        return copy.stage is Stage.EVICTING and (copy.nudges > 0 or now_s - told_s >= self.limits.linger_s)
 
     def keeps_parts(self, tier: Tier) -> bool:
         """Whether what makes room in the tier keeps what the room does not need."""
