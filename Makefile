@@ -36,8 +36,8 @@ setup: $(VENV)/dev.stamp ## everything that developing needs, in .venv
 demo: $(VENV)/base.stamp ## two days of traffic on real weights, with and without prefetching: under 4 minutes
 	$(BIN)/prefetcher demo --out $(OUT) $(ARGS)
 
-test: setup ## all tests, a file at a time on each of three workers: make test ARGS="-n 0 -k ledger" for some
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup ## all tests, a file at a time on each of two workers: make test ARGS="-n 0 -k ledger" for some
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup ## ruff, mypy, import-linter
 	$(BIN)/ruff check .

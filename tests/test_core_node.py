@@ -206,7 +206,8 @@ def held(node: Node) -> list[tuple[int, float, float, float]]:
     """(model, from, until, GB) in the order of their beginnings."""
     events = node.log.residency[: node.log.filled[0]]
     return sorted(
-        ((int(r["model"]), float(r["start_s"]), float(r["end_s"]), float(r["bytes"]) / 1e9) for r in events), key=lambda r: r[1:3]
+        ((int(r["model"]), float(r["start_s"]), float(r["end_s"]), float(r["bytes"]) / 1e9) for r in events),
+        key=lambda r: (r[1], r[2], r[0]),
     )
 
 

@@ -137,8 +137,8 @@ def test_what_was_placed_stays_where_it_was_placed(burst: tuple[list[Wanted], li
     again = place([want for want in wanted if want.model in first], planned)
     for model, where in again.items():
         if where.node != first[model].node:
-            # It moves only for what is far better, as when what was before it went elsewhere.
-            assert where.wait_s < first[model].wait_s
+            # It moves only to where it waits no longer, as when what was before it went elsewhere.
+            assert where.wait_s <= first[model].wait_s
 
 
 @settings(max_examples=60, deadline=None)
