@@ -237,7 +237,14 @@ class Residency(RuleBasedStateMachine):
             rank = self.machine.links.rank(self.machine.holdings.weights[entrant], tier)
             guess = rank in (Rank.PREFETCH, Rank.CARRY)
             limit = LIMITS.budget_bytes[tier] - (LIMITS.reserve_bytes.get(tier, 0) if guess else 0)
-            freed = {place: self.held(place) - keep for place, keep in self.leaving.items() if place[1] is tier}
+            asks = self.machine.holdings.weights[entrant]
+            # Requests don't wait for what somebody still maps.
+            soon = rank is Rank.DEMAND and not asks.pinned and tier > Tier.DISK
+            freed = {
+                place: self.held(place) - keep
+                for place, keep in self.leaving.items()
+                if place[1] is tier and not (soon and self.lingers(place))
+            }
             missing = self.size[entrant] - self.parts.get((entrant, tier), 0)
             room = limit - self.taken(tier) + sum(freed.values())
             assert room >= missing
@@ -337,6 +344,10 @@ class Residency(RuleBasedStateMachine):
         if not on:
             moving = [self.machine.holdings.weights[k].copies[t] for k, t in self.loading]
             assert all(c.cause in (Cause.DEMAND, Cause.MANUAL) or c.used or self.wanted(c.tier) for c in moving)
+
+    def lingers(self, place: tuple[WeightsKey, Tier]) -> bool:
+        holdings = self.machine.holdings
+        return holdings.lingers(holdings.weights[place[0]].copies[place[1]], self.now_s)
 
     def wanted(self, tier: Tier) -> bool:
         mover = self.machine.holdings.weights[self.machine.holdings.mover[tier]]
