@@ -67,13 +67,13 @@ def test_shares_add_up_to_one_at_most_whatever_comes(rows: list[tuple[str | None
     assert all(0.0 <= shares.behind("m", node) < 1.0 for node in ("a", "b", "c"))
 
 
-def test_rows_that_wait_at_their_node_count_as_behind_and_one_alone_says_little() -> None:
+def test_rows_that_wait_at_their_node_count_as_behind_and_a_few_say_little() -> None:
     shares = RoutingShares()
     shares.saw("m", "a", T0, waited=True)
-    assert shares.behind("m", "a") == 0.5
-    for i in range(8):
-        shares.saw("m", "a", T0 + i, waited=False)
-    assert shares.behind("m", "a") == pytest.approx(0.1, abs=0.01)
+    assert shares.behind("m", "a") == pytest.approx(1 / 9)
+    for i in range(32):
+        shares.saw("m", "a", T0 + i, waited=True)
+    assert shares.behind("m", "a") == pytest.approx(33 / 41, abs=0.01)
     assert shares.behind("m", "b") == 0.0
 
 

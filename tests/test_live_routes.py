@@ -176,6 +176,9 @@ def test_rows_that_wait_at_their_node_bring_a_second_copy_and_requests_are_sprea
     with Client(cluster.endpoints[0].url) as client:
         client.hint(ready, in_s=5.0, ttl_s=300.0)
     (home,) = eventually(lambda: cluster.where(ready))
+    # The controller has seen it there, too: rows count as waiting by the report that it has.
+    plans = cluster.controller.metric("prefetcher_plans_total")
+    eventually(lambda: cluster.controller.metric("prefetcher_plans_total") >= plans + 2 * len(NODES))
     told = cluster.call_at_once([waited])[waited]
     cluster.post([{"model": ready, "node": home}] * 20 + [{"model": waited, "node": told.node}] * 20)
     copies = eventually(lambda: found if len(found := cluster.where(waited)) == 2 else None)

@@ -18,6 +18,8 @@ __all__ = ["HALF_LIFE_S", "RoutingShares", "decayed", "second_copy_gain"]
 HALF_LIFE_S = 3_600.0
 #: Less than this share is chance, or a router that fell back once.
 _LEAST_SHARE = 0.05
+#: A model that is asked for once an hour, and not there each time, is a rare one, not one that needs another copy.
+_FIRST_ROWS = 8.0
 _FORGOTTEN_S = 2_592_000.0
 #: The node of rows that name none.
 _NOWHERE = ""
@@ -73,10 +75,10 @@ class RoutingShares:
         return dict(sorted(found.items(), key=lambda pair: (-pair[1], pair[0])))
 
     def behind(self, model: str, node: str) -> float:
-        """The share of the rows of `model` at `node` that had to wait there; 0 before any came. One row says little: a row that found it
-        ready is added."""
+        """The share of the rows of `model` at `node` that had to wait there; 0 before any came. A few say little, for the first ones find it
+        nowhere: as many as `_FIRST_ROWS` that found it ready are added."""
         rows, waits, _ = self._seen.get(model, {}).get(node, (0.0, 0.0, 0.0))
-        return waits / (rows + 1.0)
+        return waits / (rows + _FIRST_ROWS)
 
     def models(self) -> list[str]:
         """Those of which some row named a node."""
