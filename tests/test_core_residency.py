@@ -305,6 +305,14 @@ def test_switched_off_cancels_what_runs_for_a_guess_and_demand_goes_on() -> None
     assert bench.tell(ev.Requested(ModelName("c"), bench.now_s)).of(ev.LoadWeights)
 
 
+@pytest.mark.parametrize("order", ["o1", ""])
+def test_switched_off_cancels_what_runs_for_a_pin_of_the_plan(order: str) -> None:
+    bench = Bench({"a": 30})
+    bench.plan(bench.wants("a", 1.0, order, pinned=True))
+    assert [i.key.model for i in bench.of(ev.LoadWeights)] == ["a"]
+    assert [c.key.model for c in bench.tell(ev.SwitchedOff()).of(ev.CancelLoad)] == ["a"]
+
+
 def test_the_control_arm_loads_nothing_ahead() -> None:
     bench = Bench({"a": 30})
     bench.plan(bench.wants("a", 1.0, "o1", arm=Arm.CONTROL))

@@ -129,8 +129,9 @@ class ResidencyMachine:
             case ev.SwitchedOff():
                 self.plans.switched_off = True
                 self.holdings.observing = self.limits.observe
-                self.plans.stop_prefetching("switched_off")
+                # First the plan's pins: what moved for one of them is nobody's now.
                 self.plans.forget_worth()
+                self.plans.stop_prefetching("switched_off")
             case ev.SwitchedOn():
                 self.plans.switched_off = False
                 self.holdings.observing = self.limits.observe or event.observe
