@@ -265,6 +265,22 @@ def test_who_opens_over_the_cap_reads_from_disk_and_demand_is_never_capped() -> 
     assert ("HOST", KEYS["a/2"]) in node.leases["h2"]
 
 
+def test_nothing_is_loaded_for_an_open_over_the_cap_alone() -> None:
+    node = Tenants()
+    node.opens("a/1", "h1")
+    loaded(node)
+    node.opens("a/2", "h2")
+    assert not node.loading
+    assert node.leases["h2"] == {("DISK", KEYS["a/2"])}
+    # A row holds nothing, and who opens beside it is asked anew when the weights are there.
+    node.row("a/2")
+    assert node.loading == {KEYS["a/2"]}
+    node.opens("a/2", "h3")
+    loaded(node)
+    assert there(node) == {"a/1", "a/2"}
+    assert node.leases["h3"] == {("DISK", KEYS["a/2"])}
+
+
 def test_one_who_lets_go_takes_nothing_from_another() -> None:
     node = Tenants()
     node.opens("b/1", "h1")

@@ -92,6 +92,9 @@ def admit(
     guess = rank in (Rank.PREFETCH, Rank.CARRY)
     if may_bypass and below_price(weights, holdings, price_per_byte_s, now_s):
         return Admission(Verdict.BYPASS, "price")
+    if may_bypass and not weights.rows and not under_cap(holdings, weights, now_s, guess=False, tier=tier)[1]:
+        # Only programs wait, and none of them would be given what was loaded.
+        return Admission(Verdict.BYPASS, CAPPED)
     if rank in (Rank.PREFETCH, Rank.HAND):
         given_up, fits = under_cap(holdings, weights, now_s, guess=rank is Rank.PREFETCH, tier=tier)
         if not fits:

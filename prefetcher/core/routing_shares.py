@@ -75,8 +75,8 @@ class RoutingShares:
         return dict(sorted(found.items(), key=lambda pair: (-pair[1], pair[0])))
 
     def behind(self, model: str, node: str) -> float:
-        """The share of the rows of `model` at `node` that had to wait there; 0 before any came. A few say little, for the first ones find it
-        nowhere: as many as `_FIRST_ROWS` that found it ready are added."""
+        """The share of the rows of `model` at `node` that had to wait there; 0 before any came. A few say little, for the first ones find
+        it nowhere: as many as `_FIRST_ROWS` that found it ready are added."""
         rows, waits, _ = self._seen.get(model, {}).get(node, (0.0, 0.0, 0.0))
         return waits / (rows + _FIRST_ROWS)
 
