@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -30,7 +31,11 @@ from prefetcher_connectors.redis import EmbeddedServer, RedisState
 
 NODES = [NodeName(f"n{i}") for i in range(4)]
 MODELS = [f"m{i}" for i in range(13)]
+#: For bursts that may have to be tried several times.
+THREES = [[f"b{i}{j}" for j in range(3)] for i in range(10)]
 BYTES = 8_000_000
+#: What was sent to a node takes its link for so long at least (`api.routing`): calls within it find the link taken.
+AT_ONCE_S = 0.1
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
@@ -44,20 +49,25 @@ class Cluster:
         self.roles = Roles(folder, broker.address, self.prefix, state_url, settings)
         self.state = RedisState(state_url)
         models = folder / "models"
-        for i, name in enumerate(MODELS):
+        self.threes = iter(THREES)
+        for i, name in enumerate([*MODELS, *(model for three in THREES for model in three)]):
             (models / name).mkdir(parents=True)
-            save_file({"w": np.full(BYTES // 4, i, np.float32)}, models / name / "w.safetensors")
+            save_file({"w": np.full((BYTES if name in MODELS else 4096) // 4, i, np.float32)}, models / name / "w.safetensors")
         write_manifests(models)
         self.agents: dict[NodeName, RoleProcess] = {}
         self.controller = self.roles.start("controller")
         self.endpoints = [self.roles.start("api") for _ in range(2)]
         for node in NODES:
-            self.agents[node] = self.roles.agent(node, models, 20 * BYTES, {"NODE__HOST_DIR": str(self.host_dir(node))})
+            self.agents[node] = self.roles.agent(node, models, 20 * BYTES, self.node_settings(node))
         for process in (self.controller, *self.endpoints, *self.agents.values()):
             process.wait_until_up()
         for endpoint in self.endpoints:
             eventually(lambda endpoint=endpoint: len(get(endpoint.url, "/v1/residency?model=m0")) == len(NODES))
         eventually(lambda: all(self.state.read(records.node_key(node, "plan")) for node in NODES))
+
+    def node_settings(self, node: NodeName) -> dict[str, str]:
+        # A prefetch takes two seconds: those that are ordered together find each other's link taken.
+        return {"NODE__HOST_DIR": str(self.host_dir(node)), "NODE__PREFETCH_BYTES_PER_S": str(BYTES // 2)}
 
     def host_dir(self, node: NodeName) -> Path:
         return Path("/dev/shm") / f"prefetcher-test-{self.prefix}-{node}"
@@ -79,6 +89,15 @@ class Cluster:
 
         with ThreadPoolExecutor(len(models)) as threads:
             return {found.model: found for found in threads.map(call, range(len(models)))}
+
+    def three_called_at_once(self) -> dict[str, Route]:
+        """Three models that are nowhere, called so quickly that none of them can be over before the last is asked for."""
+        for three in self.threes:
+            began_s = time.perf_counter()
+            told = self.call_at_once(three)
+            if time.perf_counter() - began_s < AT_ONCE_S:
+                return told
+        pytest.skip(f"here three calls take longer than {AT_ONCE_S} s, however often they are tried")
 
     def post(self, rows: list[dict[str, Any]]) -> None:
         body = json.dumps(rows).encode()
@@ -112,8 +131,8 @@ def cluster(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_three_models_called_at_once_by_programs_get_a_node_each_and_are_loaded_once(cluster: Cluster) -> None:
-    models = MODELS[:3]
-    told = cluster.call_at_once(models)
+    told = cluster.three_called_at_once()
+    models = sorted(told)
     assert len({found.node for found in told.values()}) == 3
     assert {found.state for found in told.values()} == {"placed"}
 
@@ -122,7 +141,8 @@ def test_three_models_called_at_once_by_programs_get_a_node_each_and_are_loaded_
             return float(np.asarray(weights["w"])[0])
 
     with ThreadPoolExecutor(3) as threads:
-        assert list(threads.map(engine, models)) == [0.0, 1.0, 2.0]
+        first, second, third = threads.map(engine, models)
+    assert (second - first, third - first) == (1.0, 2.0)
     for model in models:
         eventually(lambda model=model: cluster.where(model) == {told[model].node})
         assert cluster.loads(model) == [told[model].node]
@@ -137,10 +157,9 @@ def test_three_models_called_at_once_by_programs_get_a_node_each_and_are_loaded_
 
 
 def test_three_models_whose_rows_name_the_node_that_was_told_are_loaded_there_once(cluster: Cluster) -> None:
-    models = MODELS[3:6]
-    told = cluster.call_at_once(models)
-    # What takes a moment to load may be over before the last is asked for, and its link is idle again.
-    assert len({found.node for found in told.values()}) >= 2
+    told = cluster.three_called_at_once()
+    models = sorted(told)
+    assert len({found.node for found in told.values()}) == 3
     cluster.post([{"model": model, "node": told[model].node} for model in models])
     for model in models:
         eventually(lambda model=model: cluster.where(model) == {told[model].node})
@@ -153,7 +172,6 @@ def test_hints_that_come_together_are_loaded_once_each_and_not_all_on_one_node(c
         client.hints([Hint(model=model, in_s=20.0, ttl_s=300.0) for model in models])
     homes = {model: eventually(lambda model=model: cluster.where(model)) for model in models}
     assert all(len(nodes) == 1 for nodes in homes.values())
-    # Those that were taken in a moment later may find a link idle again.
     assert len(set().union(*homes.values())) >= 2
     assert all(len(cluster.loads(model)) == 1 for model in models)
 

@@ -16,6 +16,9 @@ from prefetcher.core.node import BLOCK_BYTES
 
 __all__ = ["choose_parts", "choose_victims", "next_in_smith_order", "outbids", "outranks", "victims_in_order"]
 
+#: What is as close as this is a tie: seconds that are left are sums of many blocks' seconds.
+ROUNDING = 1e-9
+
 
 @kernel_part
 def victims_in_order(
@@ -103,9 +106,9 @@ def outbids(
 
 @kernel_part
 def outranks(waiting: float, remaining: float, waiting_of_other: float, remaining_of_other: float) -> bool:
-    """Whether a load goes before another in Smith's order: more waiting rows per remaining byte (or second). A demand load that moves
-    gives way to one that does."""
-    return waiting * remaining_of_other > waiting_of_other * remaining
+    """Whether a load goes before another in Smith's order: more waiting rows per remaining byte (or second), by more than what rounding
+    of seconds can make. A demand load that moves gives way to one that does."""
+    return waiting * remaining_of_other > waiting_of_other * remaining * (1.0 + ROUNDING)
 
 
 @kernel
