@@ -571,6 +571,7 @@ def _agent_options(settings: Settings, folder: Path) -> AgentOptions:
         models_dir=node.models_dir.expanduser(),
         host_bytes=node.host_bytes,
         host_dir=node.host_dir,
+        paths_dir=node.paths_dir,
         lock=node.lock,
         link_bytes_per_s=node.link_bytes_per_s,
         socket=node.socket,

@@ -81,6 +81,7 @@ def up(
     store: Annotated[str | None, typer.Option(help="Where models are fetched from: a folder, or s3://bucket/folder.")] = None,
     host_bytes: Annotated[str | None, typer.Option(help="Host memory for weights, as 8GB, 8GiB or 8e9.")] = None,
     host_dir: Annotated[Path | None, typer.Option(help="A tmpfs folder for the host tier; else one is chosen.")] = None,
+    paths_dir: Annotated[Path | None, typer.Option(help="A folder in which every model gets a path, for engines.")] = None,
     lock: Annotated[str | None, typer.Option(help="Lock weights in memory: auto, require or off.")] = None,
     link_bytes_per_s: Annotated[str | None, typer.Option(help="Disk to memory, before it was measured.")] = None,
     socket: Annotated[Path | None, typer.Option(help="Where programs ask for leases.")] = None,

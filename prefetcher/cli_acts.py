@@ -6,6 +6,7 @@ Covers options and what is printed; the endpoint does it.
 from __future__ import annotations
 
 from json import dumps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -114,6 +115,21 @@ def add_act_commands(app: typer.Typer) -> None:
     ) -> None:
         """Goes on deciding and recording, and loads nothing ahead."""
         _switch("observe", url, json, node, group, for_, reason)
+
+    @app.command()
+    def path(
+        model: Model,
+        timeout_s: Annotated[float, typer.Option(help="Seconds to wait for it at most.", min=0.0)] = 600.0,
+        socket: Annotated[Path | None, typer.Option(help="Where this node's agent listens; else the default.")] = None,
+    ) -> None:
+        """Has this node bring a model, waits until it is there, and prints the path to start an engine with."""
+        from prefetcher.agent.client import open_model
+        from prefetcher.agent.paths import lasting
+
+        with open_model(model, timeout_s=timeout_s, socket_path=socket) as opened:
+            if not opened.path:
+                raise UsageError("this node gives no paths; start it with --paths-dir FOLDER, or PREFETCHER_NODE__PATHS_DIR")
+            typer.echo(lasting(opened.path))
 
     @app.command()
     def route(

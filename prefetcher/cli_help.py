@@ -13,7 +13,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "See what it would save": ("demo", "replay", "tune", "backtest", "predictors"),
     "Set a machine up": ("doctor", "manifest", "publish", "compile", "config"),
     "Run it": ("up", "agent", "controller", "ingest", "api", "scheduler"),
-    "Look": ("status", "route", "report", "explain", "ledger", "jobs", "nodes", "windows"),
+    "Look": ("status", "route", "path", "report", "explain", "ledger", "jobs", "nodes", "windows"),
     "Say what comes, and act by hand": ("hint", "schedule", "pin", "unpin", "load", "evict", "off", "on", "observe", "forget"),
     "Measure it": ("bench",),
 }

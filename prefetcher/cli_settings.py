@@ -19,6 +19,7 @@ OF_UP: dict[str, tuple[str, str]] = {
     "store": ("store", "url"),
     "host_bytes": ("node", "host_bytes"),
     "host_dir": ("node", "host_dir"),
+    "paths_dir": ("node", "paths_dir"),
     "lock": ("node", "lock"),
     "link_bytes_per_s": ("node", "link_bytes_per_s"),
     "socket": ("node", "socket"),

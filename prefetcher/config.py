@@ -129,6 +129,7 @@ class NodeSettings(_Group):
     host_bytes: Bytes = Field(default=8_000_000_000, gt=0, description="host memory for weights")
     reserve_bytes: Bytes = Field(default=0, ge=0, description="host memory that prefetches never enter: only demand may")
     host_dir: Path | None = Field(default=None, description="a tmpfs folder for the host tier; without it one is chosen")
+    paths_dir: Path | None = Field(default=None, description="a folder in which every model gets a path, for engines that read files")
     lock: Literal["auto", "require", "off"] = Field(default="auto", description="lock the host tier in memory")
     link_bytes_per_s: Bytes = Field(default=3_500_000_000, gt=0, description="disk to host memory, before anything was measured")
     socket: Path | None = Field(default=None, description="where programs ask for leases; without it, the client's own default")

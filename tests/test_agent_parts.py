@@ -156,7 +156,7 @@ def a_mover(arena: HostArena, source: ModelSource, told: list[ev.Event]) -> Move
 
 
 def test_memory_files_leave_whole(source: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hostfolder, "choose", lambda *_: hostfolder.HostFolder("memfd"))
+    monkeypatch.setattr(hostfolder, "choose", lambda *_, **__: hostfolder.HostFolder("memfd"))
     arena = HostArena(256 * MB)
     told: list[ev.Event] = []
     fill(arena, source)

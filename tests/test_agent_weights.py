@@ -57,7 +57,7 @@ def model(tmp_path: Path) -> ModelSource:
 def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostArena]:
     folder = Path(f"/dev/shm/prefetcher-test-{os.getpid()}") if request.param == "given" else None
     if request.param == "memfd":
-        monkeypatch.setattr(hostfolder, "choose", lambda *_: hostfolder.HostFolder("memfd"))
+        monkeypatch.setattr(hostfolder, "choose", lambda *_, **__: hostfolder.HostFolder("memfd"))
     arena = HostArena(256 * MB, folder=folder, name=f"test-{os.getpid()}")
     yield arena
     arena.close()

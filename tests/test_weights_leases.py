@@ -427,7 +427,7 @@ def test_no_client_can_write_what_others_map(kind: str, model: ModelSource, tmp_
     from prefetcher.agent import hostfolder
 
     if kind == "memfd":
-        monkeypatch.setattr(hostfolder, "choose", lambda *_: hostfolder.HostFolder("memfd"))
+        monkeypatch.setattr(hostfolder, "choose", lambda *_, **__: hostfolder.HostFolder("memfd"))
     arena = HostArena(64 * MB, name=f"write-{os.getpid()}", lock="off")
     if kind == "private" and arena._folder._view < 0:
         arena.close()

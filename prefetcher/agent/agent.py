@@ -32,6 +32,7 @@ from prefetcher.agent.model_sources import LOOKED_AT_AGAIN, Look, ModelSources
 from prefetcher.agent.moves import Moves
 from prefetcher.agent.name_lease import NameLease
 from prefetcher.agent.orderbook import OrderBook
+from prefetcher.agent.paths import ServedPaths
 from prefetcher.agent.pulls import Pulls
 from prefetcher.agent.report import LinkMeter, make_report
 from prefetcher.agent.state_link import StateLink
@@ -88,6 +89,7 @@ class AgentOptions:
     host_bytes: int
     state_dir: Path
     host_dir: Path | None = None
+    paths_dir: Path | None = None
     lock: LockPolicy = "auto"
     link_bytes_per_s: float = 3.5e9
     socket: Path | None = None
@@ -145,6 +147,7 @@ class Agent:
         self.on_died: Callable[[str, BaseException], None] = lambda part, error: None
         self.tell: Callable[[Snapshot, bool], None] = lambda snapshot, last: None
         self._arena: HostArena | None = None
+        self._paths = None if options.paths_dir is None else ServedPaths(options.paths_dir)
         self._machine = ResidencyMachine(
             options.node,
             NodeLimits(
@@ -185,9 +188,20 @@ class Agent:
         """
         options = self._options
         self._lease.take()
-        self._arena = HostArena(options.host_bytes, folder=options.host_dir, lock=options.lock, name=options.node)
+        if self._paths is not None:
+            self._paths.open(options.models_dir)
+        self._arena = HostArena(
+            options.host_bytes, folder=options.host_dir, lock=options.lock, name=options.node, with_path=self._paths is not None
+        )
         self._moves = Moves(
-            self._arena, self._disk, self._clock, options.threads, self._post, self._sources.source, options.prefetch_bytes_per_s
+            self._arena,
+            self._disk,
+            self._clock,
+            options.threads,
+            self._post,
+            self._sources.source,
+            options.prefetch_bytes_per_s,
+            self._paths,
         )
         if self._arena.lock_warning:
             log().warning("not_locked", reason=self._arena.lock_warning)
@@ -195,7 +209,9 @@ class Agent:
             # Parts of what the store had last are kept: it may be away just now.
             self._fetches.folder.open({model.key for model in self._fetches.catalog.found.models.values()} or None)
         look = self._sources.look(at_store=True)
-        adopted = {copy.key for copy in self._arena.adopt(look.sources())}
+        if self._paths is not None:
+            self._paths.take(look.sources())
+        adopted = self._adopt(look.sources())
         if adopted:
             log().info("adopted", models=sorted(key.model for key in adopted))
         self._go_on(look, adopted)
@@ -208,6 +224,14 @@ class Agent:
         self._scanner = threading.Thread(target=self._sources.run, args=(self._stop, self._post, self._take_look), name="catalog")
         self._scanner.start()
         self._link.start()
+
+    def _adopt(self, sources: Mapping[ModelName, ModelSource]) -> set[WeightsKey]:
+        assert self._arena is not None
+        copies = self._arena.adopt(sources)
+        if self._paths is not None:
+            for copy in copies:
+                self._paths.in_host(sources[copy.key.model], self._arena.paths(copy))
+        return {copy.key for copy in copies}
 
     def _make_fetches(self, store: WeightsStore) -> Fetches:
         options = self._options
@@ -286,6 +310,9 @@ class Agent:
             self._fetches.close()
         if self._arena is not None:
             self._moves.close()
+        if self._paths is not None:
+            self._paths.close()
+        if self._arena is not None:
             self._arena.close()
 
     # --- the loop ---
@@ -416,6 +443,8 @@ class Agent:
                 self._metrics.skipped.labels(what="plan", reason=told.reason).inc()
             case ev.SwitchVersion():
                 log().info("version_switched", model=told.model, old=told.old.version, new=told.new.version)
+                if self._paths is not None:
+                    self._paths.serve(told.model, told.new)
         if isinstance(event, ev.WeightsLoaded | ev.LoadFailed) and event.tier > Tier.DISK:
             self._load_ended(event)
 
@@ -509,12 +538,16 @@ class Agent:
         return self._book.totals(self._machine.held(now_s), self.arm_of(now_s))
 
     def _problems(self) -> list[str]:
-        return self._sources.problems()
+        return [*self._sources.problems(), *(self._paths.problems() if self._paths is not None else ())]
 
     # --- the models folder and the store ---
 
     def _take_look(self, look: Look, adopted: Set[WeightsKey] = frozenset()) -> None:
         self._sources.take(look, adopted, self._machine.holdings, self._hear)
+        if self._paths is not None:
+            self._paths.take(look.sources())
+            for model, key in self._machine.holdings.serving.items():
+                self._paths.serve(model, key)
         self._unknown.forget(self._sources.names())
         self._changed = True
 
@@ -597,7 +630,8 @@ class Agent:
         entries = source.manifest.files
         files = [GrantedFile(fd, entry.path, entry.bytes) for fd, entry in zip(fds, entries, strict=True)]
         waited_s = self._clock.steady_s() - started_s
-        return Grant(wait.grant.key, where, files, wait.found, waited_s)
+        path = "" if self._paths is None else self._paths.of(wait.grant.key)
+        return Grant(wait.grant.key, where, files, wait.found, waited_s, path)
 
     def _lease_asked(self, holder: str, model: ModelName, target: ev.Target) -> None:
         announced = model not in self._machine.holdings.serving or self._uses.open(model, self._clock.now_s())

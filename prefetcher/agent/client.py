@@ -63,14 +63,15 @@ class OpenModel(Mapping[str, Any]):
 
     NumPy arrays are read-only. torch tensors are private views: writing to one copies its page and changes nothing for
     others. `source` is `host`, or `disk` where host memory was bypassed; `found` what the request met, `wait_s` how
-    long it waited. `dtypes[name]` is the format's own name: BF16 and the 8-bit floats come to NumPy as ml_dtypes' where
-    that is installed, else as unsigned integers with the same bits; 4- and 6-bit floats as one row of packed bytes in
-    both frameworks.
+    long it waited. `path` is a folder of the same files, for what reads files itself; '' where the agent gives no paths.
+    `dtypes[name]` is the format's own name: BF16 and the 8-bit floats come to NumPy as ml_dtypes' where that is
+    installed, else as unsigned integers with the same bits; 4- and 6-bit floats as one row of packed bytes in both
+    frameworks.
     """
 
     def __init__(self, connection: Connection, grant: Granted, fds: list[int], framework: Literal["numpy", "torch"]) -> None:
         self.model, self.version, self.source = grant.model, grant.version, grant.source
-        self.found, self.wait_s, self.framework = grant.found, grant.wait_s, framework
+        self.found, self.wait_s, self.path, self.framework = grant.found, grant.wait_s, grant.path, framework
         self.bytes = sum(f.bytes for f in grant.files)
         self._lease = grant.id
         self._process = os.getpid()

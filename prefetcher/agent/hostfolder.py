@@ -146,11 +146,23 @@ class HostFolder:
     """A folder of files by descriptor; `memfd` has no folder at all. `huge` says whether its pages are huge.
 
     `view` is the same folder through a mount that can only be read, where there is one: what is opened there can't be written by anybody.
+    `path` is where other programs find it, if they do.
     """
 
-    def __init__(self, kind: str, fd: int = -1, *, made: Path | None = None, huge: bool = False, lock_fd: int = -1, view: int = -1) -> None:
+    def __init__(
+        self,
+        kind: str,
+        fd: int = -1,
+        *,
+        path: Path | None = None,
+        made: Path | None = None,
+        huge: bool = False,
+        lock_fd: int = -1,
+        view: int = -1,
+    ) -> None:
         self.kind = kind
         self.huge = huge
+        self.path = path
         self._fd = fd
         self._made = made
         self._lock_fd = lock_fd
@@ -225,7 +237,8 @@ def _own(path: Path, kind: str, *, remove_at_close: bool) -> HostFolder:
     except UsageError:
         os.close(fd)
         raise
-    return HostFolder(kind, fd, made=path if remove_at_close else None, huge=_is_huge(path), lock_fd=lock_fd)
+    made = path if remove_at_close else None
+    return HostFolder(kind, fd, path=path.absolute(), made=made, huge=_is_huge(path), lock_fd=lock_fd)
 
 
 def _mount_of(path: Path) -> tuple[str, str]:
@@ -332,11 +345,12 @@ def _huge_pages_work() -> bool:
     return "[deny]" not in enabled
 
 
-def choose(budget_bytes: int, given: Path | None, name: str) -> HostFolder:
-    """The first place that serves. `name` keeps several agents of one user apart in /dev/shm.
+def choose(budget_bytes: int, given: Path | None, name: str, *, with_path: bool = False) -> HostFolder:
+    """The first place that serves. `name` keeps several agents of one user apart in /dev/shm. `with_path`: only a place that a path leads
+    to.
 
     Raises:
-        UsageError: the given folder can't be used, or is not in memory.
+        UsageError: the given folder can't be used, or is not in memory; or there is no place with a path.
         BudgetError: the given folder's filesystem is smaller than the budget.
     """
     if given is not None:
@@ -355,7 +369,7 @@ def choose(budget_bytes: int, given: Path | None, name: str) -> HostFolder:
             raise UsageError(f"{given} cannot hold the host tier ({exc.strerror}); name another folder with --host-dir") from exc
     if OWN_MOUNT.is_mount() and os.access(OWN_MOUNT, os.W_OK) and _fits(OWN_MOUNT, budget_bytes):
         return _own(OWN_MOUNT, "mount", remove_at_close=False)
-    private = _private(budget_bytes)
+    private = None if with_path else _private(budget_bytes)
     shm = Path(f"/dev/shm/prefetcher-{os.getuid()}-{name}")
     if private is not None:
         _sweep(shm)
@@ -364,6 +378,11 @@ def choose(budget_bytes: int, given: Path | None, name: str) -> HostFolder:
         if _fits(shm.parent, budget_bytes):
             shm.mkdir(mode=0o700, exist_ok=True)
             return _own(shm, "shm", remove_at_close=True)
+    if with_path:
+        raise UsageError(
+            f"engines can be given paths only where host memory has one, and {shm.parent} is too small or can't be written: "
+            f"mount a tmpfs at {OWN_MOUNT}, or name a folder on one with --host-dir"
+        )
     return HostFolder("memfd")
 
 

@@ -159,16 +159,24 @@ class HostArena:
     Raises (on opening, when nothing was created):
         BudgetError: the budget is larger than the machine or the given folder.
         LockLimitError: `lock` is `require` and the limit of locked memory is below the budget.
-        UsageError: another agent has the folder, or it can't be used.
+        UsageError: another agent has the folder, or it can't be used; `with_path`, and no path leads to any place.
     """
 
-    def __init__(self, budget_bytes: int, *, folder: Path | None = None, lock: LockPolicy = "auto", name: str = "agent") -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        *,
+        folder: Path | None = None,
+        lock: LockPolicy = "auto",
+        name: str = "agent",
+        with_path: bool = False,
+    ) -> None:
         hostfolder.check_budget(budget_bytes)
         hostfolder.allow_files()
         self.lock_warning = hostfolder.check_lock(lock, budget_bytes)
         self.budget_bytes = budget_bytes
         self._locking = lock != "off" and self.lock_warning is None
-        self._folder: HostFolder = hostfolder.choose(budget_bytes, folder, name)
+        self._folder: HostFolder = hostfolder.choose(budget_bytes, folder, name, with_path=with_path)
         self._guard = threading.Lock()
         self._copies: dict[WeightsKey, HostCopy] = {}
         self._lingering: list[HostCopy] = []
@@ -304,6 +312,11 @@ class HostArena:
                     os.close(fd)
                 raise NoRoomError(f"{copy.manifest.model}: the agent can't open its files ({exc.strerror}); raise `ulimit -n`") from exc
         return fds
+
+    def paths(self, copy: HostCopy) -> list[Path]:
+        """Where other programs find the files of a published copy, in file order; none where no path leads to them."""
+        folder = self._folder.path
+        return [] if folder is None else [folder / copy.name / _file_name(index) for index in range(len(copy.files))]
 
     def trim(self, copy: HostCopy, keep_bytes: int) -> tuple[int, str]:
         """Gives back all but the first blocks of a copy, of `keep_bytes` at most, where nobody else has any of its files.

@@ -67,13 +67,15 @@ class GrantedFile:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A holder got this. `found` is `ready | moving | queued | absent`, `wait_s` seconds from asking to granting."""
+    """A holder got this. `found` is `ready | moving | queued | absent`, `wait_s` seconds from asking to granting, `path` a folder of the
+    files or ''."""
 
     key: WeightsKey
     source: Literal["host", "disk"]
     files: Sequence[GrantedFile]
     found: str
     wait_s: float
+    path: str = ""
 
 
 class LeasePort(Protocol):
@@ -284,7 +286,7 @@ class _Peer:
                 return
             files = tuple(FileGrant(f.path, f.bytes) for f in grant.files)
             key = grant.key
-            first = Granted(message.id, key.model, key.version, grant.source, files, grant.found, grant.wait_s)
+            first = Granted(message.id, key.model, key.version, grant.source, files, grant.found, grant.wait_s, grant.path)
             step = protocol.FDS_A_MESSAGE
             parts = [fds[i : i + step] for i in range(0, len(fds), step)]
             self._send((first, []), *((Descriptors(message.id, len(p)), p) for p in parts))

@@ -14,6 +14,7 @@ from prefetcher.agent.disk import DiskTier
 from prefetcher.agent.hostmem import HostArena, HostCopy
 from prefetcher.agent.loader import LoadCancelledError, LoadControl, load
 from prefetcher.agent.manifest import ModelSource
+from prefetcher.agent.paths import ServedPaths
 from prefetcher.clock import Clock
 from prefetcher.core import events as ev
 from prefetcher.core.types import Cause, Tier, WeightsKey
@@ -41,7 +42,8 @@ class _Move:
 class Moves:
     """The loads of one node into `arena`, and what leaves it.
 
-    `prefetch_bytes_per_s` caps what prefetches read, so that a slow disk stays free for others; demand is never capped.
+    `prefetch_bytes_per_s` caps what prefetches read, so that a slow disk stays free for others; demand is never capped. `paths` lead
+    to what is there.
     """
 
     arena: HostArena
@@ -51,6 +53,7 @@ class Moves:
     post: Callable[[ev.Event], None]
     source_of: Callable[[WeightsKey], ModelSource | None]
     prefetch_bytes_per_s: float | None = None
+    paths: ServedPaths | None = None
     _moves: dict[WeightsKey, _Move] = field(default_factory=dict)
     _leaving: dict[WeightsKey, HostCopy] = field(default_factory=dict)
 
@@ -97,6 +100,8 @@ class Moves:
                 threads=self.threads,
             )
             self.arena.publish(copy)
+            if self.paths is not None:
+                self.paths.in_host(source, self.arena.paths(copy))
         except LoadCancelledError:
             self._give_back(key, copy)
             self._end(key, ev.WeightsEvicted(key, Tier.HOST, source.manifest.bytes))
@@ -153,6 +158,8 @@ class Moves:
             if key not in self._leaving:
                 self.post(ev.WeightsEvicted(key, tier))
             return
+        if self.paths is not None:
+            self.paths.leaves_host(key)
         if keep_bytes:
             held = copy.bytes
             kept, why = self.arena.trim(copy, keep_bytes)

@@ -93,7 +93,8 @@ class FileGrant(msgspec.Struct, frozen=True):
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """A lease. `source` is the tier that is read: `host`, or `disk` where the decision bypassed host memory."""
+    """A lease. `source` is the tier that is read: `host`, or `disk` where the decision bypassed host memory. `path` is a folder of the same
+    files, '' where the agent gives no paths."""
 
     id: int
     model: str
@@ -102,6 +103,7 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
     files: tuple[FileGrant, ...]
     found: str = ""
     wait_s: float = 0.0
+    path: str = ""
 
 
 class Descriptors(msgspec.Struct, frozen=True, tag="descriptors"):
