@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from weights_kit import MB, OneModelAgent, expected, fill, make_source, serving
 
 import prefetcher
 from prefetcher.agent import hostfolder, loader
+from prefetcher.agent.agent import Agent, AgentOptions
 from prefetcher.agent.disk import DiskTier
 from prefetcher.agent.files import BLOCK_BYTES
 from prefetcher.agent.hostmem import HostArena, HostCopy
@@ -25,8 +27,10 @@ from prefetcher.agent.manifest import ModelSource, scan_models_folder
 from prefetcher.agent.moves import Moves
 from prefetcher.clock import SystemClock
 from prefetcher.core import events as ev
-from prefetcher.core.types import Cause, Tier
+from prefetcher.core.types import Cause, NodeName, Tier
 from prefetcher.errors import NoRoomError
+from prefetcher.telemetry.metrics import Metrics
+from prefetcher_connectors.memory import MemoryState
 
 HOLD = """
 import sys, prefetcher
@@ -85,6 +89,15 @@ def digests(copy: HostCopy) -> list[str]:
     return [hashlib.sha256(np.fromfile(f"/proc/self/fd/{file.fd}", np.uint8).tobytes()).hexdigest() for file in copy.files]
 
 
+def read_all(fds: list[int]) -> list[str]:
+    """Digests of files by descriptors, which are closed."""
+    found = []
+    for fd in fds:
+        with os.fdopen(fd, "rb") as file:
+            found.append(hashlib.sha256(file.read()).hexdigest())
+    return found
+
+
 def sha256(source: ModelSource) -> list[str]:
     return [entry.sha256 for entry in source.manifest.files]
 
@@ -103,8 +116,7 @@ def test_a_part_holds_its_first_blocks_and_only_the_rest_is_read_again(
     # Every file's last page is whole, and with huge pages the last of those.
     assert kept <= usage.allocated_bytes <= kept + 3 * (2 << 20)
     assert arena.copy(source.key) is None
-    with pytest.raises(NoRoomError):
-        arena.descriptors(copy)
+    assert read_all(arena.descriptors(copy)) == sha256(source)[: kept // (20 * MB + 1)], "whole files may be read, and no other"
     assert arena.trim(copy, keep) == (kept, ""), "said again"
     reads.clear()
     again, result = fill(arena, source)
@@ -149,6 +161,44 @@ def test_what_a_program_maps_is_not_cut_and_leaves_whole(arena: HostArena, sourc
         moves.collect()
     assert told == [ev.WeightsEvicted(source.key, Tier.HOST, source.manifest.bytes)]
     assert arena.usage().allocated_bytes == 0
+
+
+def test_a_file_of_a_part_that_somebody_reads_is_not_cut(arena: HostArena, source: ModelSource) -> None:
+    copy, _ = fill(arena, source)
+    arena.trim(copy, 45 * MB)
+    fds = arena.descriptors(copy)
+    assert len(fds) == 2
+    assert arena.trim(copy, 25 * MB) == (0, "somebody still has it open or mapped")
+    assert arena.evict(copy) > 0
+    assert read_all(fds) == sha256(source)[:2]
+    assert arena.collect() == 0
+
+
+def test_who_is_served_from_disk_reads_the_whole_files_of_a_part_from_memory(source: ModelSource, tmp_path: Path) -> None:
+    options = AgentOptions(
+        NodeName("n"), source.folder.parent, 128 * MB, tmp_path, paths_dir=tmp_path / "paths", socket=tmp_path / "agent.sock", lock="off",
+        host_dir=Path(f"/dev/shm/prefetcher-test-parts-{os.getpid()}"),
+    )  # fmt: skip
+    metrics = Metrics()
+    agent = Agent(options, MemoryState(), SystemClock(), metrics)
+    agent.start()
+    try:
+        with prefetcher.open("big", socket_path=agent.socket_path) as opened:
+            assert opened.source == "host"
+        arena = agent._arena
+        assert arena is not None
+        agent._moves.evict(source.key, Tier.HOST, 45 * MB)
+        with prefetcher.open("big", socket_path=agent.socket_path) as opened:
+            assert opened.source == "disk"
+            assert {name: np.array(opened[name]).tobytes() for name in opened} == {n: a.tobytes() for n, a in expected(source).items()}
+        first, second, third = source.manifest.files
+        assert metrics.kept._value.get() == first.bytes + second.bytes
+        leads_to = [Path(os.path.realpath(tmp_path / "paths" / "big" / file.path)) for file in (first, second, third)]
+        assert [path.is_relative_to("/dev/shm") for path in leads_to] == [True, True, False]
+        assert [hashlib.sha256(path.read_bytes()).hexdigest() for path in leads_to] == sha256(source)
+    finally:
+        agent.close()
+        shutil.rmtree(f"/dev/shm/prefetcher-test-parts-{os.getpid()}", ignore_errors=True)
 
 
 def a_mover(arena: HostArena, source: ModelSource, told: list[ev.Event]) -> Moves:

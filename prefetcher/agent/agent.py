@@ -8,6 +8,7 @@ own: what nobody uses leaves also when controller and store are gone.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import uuid
@@ -638,11 +639,23 @@ class Agent:
         self._hear(ev.LeaseRequested(holder, target, holder, announced))
 
     def _descriptors(self, grant: ev.GrantLease, source: ModelSource) -> tuple[list[int], Literal["host", "disk"]]:
+        """Of all files: from host memory, or from disk but for those that are whole in a part."""
         assert self._arena is not None
         copy = self._arena.copy(grant.key) if grant.tier is Tier.HOST else None
         if copy is not None:
             return self._arena.descriptors(copy), "host"
-        return self._disk.open_verified(source), "disk"
+        near: list[int] = []
+        part = self._arena.part(grant.key)
+        if part is not None:
+            with contextlib.suppress(NoRoomError):  # it just left
+                near = self._arena.descriptors(part)
+            self._metrics.kept.inc(sum(entry.bytes for entry in source.manifest.files[: len(near)]))
+        try:
+            return near + self._disk.open_verified(source, len(near)), "disk"
+        except BaseException:
+            for fd in near:
+                os.close(fd)
+            raise
 
     def _refused(self, model: str, version: str, refusal: ev.RefuseLease) -> PrefetcherError:
         refused = self._sources.refused(model)

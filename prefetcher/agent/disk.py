@@ -107,8 +107,9 @@ class DiskTier:
             self._keep()
         return None
 
-    def open_verified(self, source: ModelSource) -> list[int]:
-        """Read-only descriptors of a model's disk files in order, hashed first where they are not known to be good. Close them.
+    def open_verified(self, source: ModelSource, first: int = 0) -> list[int]:
+        """Read-only descriptors of a model's disk files in order, from number `first` on, hashed first where they are not known to be good.
+        Close them.
 
         Raises:
             IntegrityError: quarantined, missing, or different from the manifest (and quarantined by that).
@@ -121,7 +122,7 @@ class DiskTier:
             raise IntegrityError(f"{model} is quarantined: {reason}", model=model)
         fds: list[int] = []
         try:
-            for entry in source.manifest.files:
+            for entry in source.manifest.files[first:]:
                 with open_weights_file(source.folder, entry.path, model=model) as fd:
                     self._verify(source, entry, fd)
                     fds.append(os.dup(fd))

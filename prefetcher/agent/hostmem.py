@@ -7,8 +7,9 @@ A copy's bytes count from `begin` until the kernel has them back: an evicted fil
 given back only when no other process has it open or mapped. Clients get descriptors of their own, so a write lease on
 ours (fcntl F_SETLEASE) is granted exactly when they are gone.
 
-A copy of which only the first blocks are to stay becomes a part: nobody sees it, it counts with what it keeps, and `begin` goes on with it.
-That is done only to files that nobody else has open or mapped, which a write lease must prove: nobody ever reads a hole.
+A copy of which only the first blocks are to stay becomes a part: it counts with what it keeps, nobody sees more of it than the files that
+it keeps whole, and `begin` goes on with it. That is done only to files that nobody else has open or mapped, which a write lease must prove:
+nobody ever reads a hole.
 """
 
 from __future__ import annotations
@@ -114,6 +115,19 @@ class HostCopy:
     @property
     def key(self) -> WeightsKey:
         return self.manifest.key
+
+    @property
+    def whole_files(self) -> int:
+        """How many of its files may be read: all once it is published, of a part the first ones that it keeps whole, else none."""
+        if self.state == "published":
+            return len(self.files)
+        count, end = 0, 0
+        for entry in self.manifest.files if self.state == "part" else ():
+            end += entry.bytes
+            if end > self.kept_bytes:
+                break
+            count += 1
+        return count
 
     def whole_blocks(self, most_bytes: int) -> int:
         """Bytes of its first blocks, as many as `most_bytes` have room for."""
@@ -299,13 +313,18 @@ class HostArena:
             copy.state = "published"
 
     def descriptors(self, copy: HostCopy) -> list[int]:
-        """New read-only descriptors of a published copy, in file order; the caller sends them and closes them."""
+        """New read-only descriptors of the files that may be read (`HostCopy.whole_files`), in file order; the caller sends them and closes
+        them.
+
+        Raises:
+            NoRoomError: the copy just left, or this process may open no more files.
+        """
         fds: list[int] = []
         with self._guard:
-            if copy.state != "published":
+            if copy.state not in ("published", "part"):
                 raise NoRoomError(f"{copy.manifest.model} just left host memory; open it again")
             try:
-                for index, file in enumerate(copy.files):
+                for index, file in enumerate(copy.files[: copy.whole_files]):
                     fds.append(self._folder.open_for_client(file.fd, copy.name, _file_name(index)))
             except OSError as exc:
                 for fd in fds:
@@ -314,15 +333,15 @@ class HostArena:
         return fds
 
     def paths(self, copy: HostCopy) -> list[Path]:
-        """Where other programs find the files of a published copy, in file order; none where no path leads to them."""
+        """Where other programs find the files that may be read, in file order; none where no path leads to them."""
         folder = self._folder.path
-        return [] if folder is None else [folder / copy.name / _file_name(index) for index in range(len(copy.files))]
+        return [] if folder is None else [folder / copy.name / _file_name(index) for index in range(copy.whole_files)]
 
     def trim(self, copy: HostCopy, keep_bytes: int) -> tuple[int, str]:
         """Gives back all but the first blocks of a copy, of `keep_bytes` at most, where nobody else has any of its files.
 
-        Nobody sees what is kept before all of it is there again. Returns its bytes; 0 where it can't be done, with the reason: the copy
-        is to be evicted then, and may have lost bytes.
+        Nobody sees more of it than its whole files before all of it is there again. Returns its bytes; 0 where it can't be done, with the
+        reason: the copy is to be evicted then, and may have lost bytes.
         """
         with self._guard:
             if copy.state == "part" and copy.bytes <= keep_bytes:

@@ -49,7 +49,7 @@ class ServedPaths:
         #: The version of each model that is on disk now, and the one that the machine serves.
         self._on_disk: dict[ModelName, ModelSource] = {}
         self._serving: dict[ModelName, WeightsKey] = {}
-        #: What is in host memory: its files there, in the order of the manifest.
+        #: What is in host memory: its first files there, in the order of the manifest.
         self._near: dict[WeightsKey, tuple[ModelSource, Sequence[Path]]] = {}
         self._made: dict[WeightsKey, ModelSource] = {}
         self._problems: dict[ModelName, str] = {}
@@ -106,7 +106,7 @@ class ServedPaths:
                 self._settle(model)
 
     def in_host(self, source: ModelSource, files: Sequence[Path]) -> None:
-        """All of a model's weights are in host memory, verified."""
+        """The first files of a model, or all of them, are in host memory, verified."""
         with self._guard:
             self._near[source.key] = (source, files)
             self._settle(source.key.model)
@@ -145,9 +145,13 @@ class ServedPaths:
 
     def _settle_or_raise(self, model: ModelName) -> None:
         on_disk, serving = self._on_disk.get(model), self._serving.get(model)
-        near = {key: source for key, (source, _) in self._near.items() if key.model == model}
+        # What is only on disk may have been replaced there; what is all in memory is as it was.
+        near = {
+            key: source
+            for key, (source, files) in self._near.items()
+            if key.model == model and len(files) == len(source.manifest.files)
+        }
         wanted = near | ({} if on_disk is None else {on_disk.key: on_disk})
-        # What is only on disk may have been replaced there; what is in memory is as it was.
         leads_to = serving if serving in near else on_disk.key if on_disk is not None else None
         for key, source in wanted.items():
             self._link_files(key, source)
@@ -164,7 +168,7 @@ class ServedPaths:
         folder, disk = self._folder_of(key), source.folder.absolute()
         targets = {entry.path: disk / entry.path for entry in source.manifest.files}
         if key in self._near:
-            files = zip(source.manifest.files, self._near[key][1], strict=True)
+            files = zip(source.manifest.files, self._near[key][1], strict=False)  # of a part the first ones
             targets |= {entry.path: file for entry, file in files}
         if key not in self._made:
             targets = {path: disk / path for path in _other_files(disk)} | targets

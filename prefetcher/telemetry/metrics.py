@@ -62,7 +62,9 @@ class Metrics:
         )
         self.moved = Counter("prefetcher_moved_bytes_total", "Bytes loaded and verified.", ["cause"], registry=registry)
         self.kept = Counter(
-            "prefetcher_kept_bytes_total", "Bytes that a load did not read because a part of the weights was there.", registry=registry
+            "prefetcher_kept_bytes_total",
+            "Bytes that a load, or who was served from disk, did not read there because a part of the weights was in memory.",
+            registry=registry,
         )
         self.fetches = Counter("prefetcher_fetches_total", "Fetches from the store ended.", ["cause", "result"], registry=registry)
         self.fetch_time = Histogram(
