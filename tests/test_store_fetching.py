@@ -202,7 +202,7 @@ def test_corrupt_and_truncated_objects_are_seen_by_nobody(place: str, tmp_path: 
     with fetching(tmp_path / "node", place) as node:
         with pytest.raises(IntegrityError, match="publish it again"):
             node.opens("short")
-        with pytest.raises(PrefetcherError, match="differs from its manifest in bytes"):
+        with pytest.raises(IntegrityError, match="differs from its manifest in bytes"):
             node.opens("bad")
         assert eventually(lambda: node.agent._sources.refused("bad") is not None)
         with pytest.raises(IntegrityError, match=r"quarantined: .* differs from its manifest in bytes"):

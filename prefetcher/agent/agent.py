@@ -671,7 +671,11 @@ class Agent:
         if reason:
             return IntegrityError(f"{reason}; {LOOKED_AT_AGAIN}", model=model)
         retry = refusal.retry_after_s
-        why = self._fetches.why_refused(weights, refusal.reason) if self._fetches is not None and weights is not None else ""
+        why = ""
+        if self._fetches is not None and weights is not None:
+            why = self._fetches.why_refused(weights, refusal.reason)
+            if why and self._fetches.is_bad(weights.key):
+                return IntegrityError(why, model=model)
         return NoRoomError(why or f"{model}: {refusal.reason}", retry_after_s=1.0 if retry is None else retry)
 
     def release(self, holder: Holder) -> None:

@@ -59,6 +59,8 @@ class StoreOptions:
     deadline_s: float = 60.0
     look_s: float = 30.0
 
+_BAD = "bad_in_store"
+
 
 @dataclass(slots=True)
 class _Run:
@@ -142,6 +144,10 @@ class Fetches:
     def why(self, key: WeightsKey) -> tuple[str, str]:
         """What a model that is not on disk waits for, or why its last fetch failed, as a short name and a sentence; '' where nothing."""
         return self._why.get(key, ("", ""))
+
+    def is_bad(self, key: WeightsKey) -> bool:
+        """Whether its last fetch brought bytes that are not those of its manifest."""
+        return self.why(key)[0] == _BAD
 
     def why_refused(self, weights: Weights, reason: str) -> str:
         """Why nobody is given weights that are not on disk, as a sentence; '' where the disk has nothing to do with it."""
@@ -245,7 +251,7 @@ class Fetches:
         bad = isinstance(exc, IntegrityError | ManifestError | UnsafeFormatError)
         retry_after_s = exc.retry_after_s if isinstance(exc, TemporaryError) else 0.0
         if bad:
-            reason = "bad_in_store"
+            reason = _BAD
             self.catalog.quarantine(key, str(exc))
             self.folder.remove(key)
             self._verified.pop(key, None)
