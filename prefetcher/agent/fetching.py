@@ -43,6 +43,7 @@ _PROGRESS_BYTES = 64 << 20
 _PROGRESS_S = 5.0
 #: Seconds until a model that was published anew, or a store that refuses, is tried again.
 _CHANGED_S, _REFUSED_S = 2.0, 60.0
+_BAD = "bad_in_store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,6 @@ class StoreOptions:
     pulls: int = 16
     deadline_s: float = 60.0
     look_s: float = 30.0
-
-_BAD = "bad_in_store"
 
 
 @dataclass(slots=True)
