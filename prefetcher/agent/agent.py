@@ -8,17 +8,13 @@ own: what nobody uses leaves also when controller and store are gone.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from prefetcher.agent import client, protocol
 from prefetcher.agent.disk import DiskTier
@@ -27,9 +23,10 @@ from prefetcher.agent.fetching import Fetches, StoreOptions
 from prefetcher.agent.hostfolder import LockPolicy
 from prefetcher.agent.hostmem import HostArena
 from prefetcher.agent.kept import Kept, Snapshot
-from prefetcher.agent.lease_server import Grant, GrantedFile, Holder, LeaseServer
+from prefetcher.agent.lease_desk import LeaseDesk
+from prefetcher.agent.lease_server import LeaseServer
 from prefetcher.agent.manifest import ModelSource
-from prefetcher.agent.model_sources import LOOKED_AT_AGAIN, Look, ModelSources
+from prefetcher.agent.model_sources import Look, ModelSources
 from prefetcher.agent.moves import Moves
 from prefetcher.agent.name_lease import NameLease
 from prefetcher.agent.orderbook import OrderBook
@@ -48,15 +45,11 @@ from prefetcher.core.block_sums import BlockSums
 from prefetcher.core.copies import NodeLimits
 from prefetcher.core.facts import RowSeen, RowServed, TransferEnded
 from prefetcher.core.residency import ResidencyMachine
-from prefetcher.core.types import Arm, Cause, ModelName, ModelVersion, NodeName, Plan, RequestSeen, Tier, WeightsKey
+from prefetcher.core.types import Arm, Cause, ModelName, NodeName, Plan, RequestSeen, Tier, WeightsKey
 from prefetcher.core.value import price_per_byte_s
 from prefetcher.errors import (
-    IntegrityError,
-    ModelNotFoundError,
-    NoRoomError,
     PrefetcherError,
     UnavailableError,
-    WeightsError,
     shortened,
 )
 from prefetcher.ports import Acted, StateStore, WeightsStore
@@ -217,7 +210,7 @@ class Agent:
             log().info("adopted", models=sorted(key.model for key in adopted))
         self._go_on(look, adopted)
         path = options.socket or protocol.default_socket_path()
-        self._server = LeaseServer(path, self)
+        self._server = LeaseServer(path, self._desk(self._arena))
         self._server.start()
         self.socket_path = path
         self._loop = threading.Thread(target=self._run_or_end, name="agent")
@@ -233,6 +226,22 @@ class Agent:
             for copy in copies:
                 self._paths.in_host(sources[copy.key.model], self._arena.paths(copy))
         return {copy.key for copy in copies}
+
+    def _desk(self, arena: HostArena) -> LeaseDesk:
+        return LeaseDesk(
+            self._waits,
+            self._post,
+            self._lease_asked,
+            self.act,
+            self._machine.holdings,
+            self._sources,
+            self._disk,
+            arena,
+            self._paths,
+            self._fetches,
+            self._metrics,
+            self._clock,
+        )
 
     def _make_fetches(self, store: WeightsStore) -> Fetches:
         options = self._options
@@ -609,89 +618,9 @@ class Agent:
             return str(exc)
         return ""
 
-    # --- leases (LeasePort) ---
-
-    def acquire(self, holder: Holder, model: str, version: str, timeout_s: float, gone: threading.Event) -> Grant:
-        started_s = self._clock.steady_s()
-        name = ModelName(model)
-        target = WeightsKey(name, ModelVersion(version)) if version else name
-        asked = partial(self._lease_asked, holder.name, name, target)
-        wait = self._waits.ask(holder.name, lambda: self._post(asked), timeout_s, gone)
-        if wait.refusal is not None:
-            raise self._refused(model, version, wait.refusal)
-        if wait.grant is None:
-            raise UnavailableError(f"{model} was not there within {timeout_s:g} s; try again", retry_after_s=1.0)
-        source = self._sources.source(wait.grant.key)
-        if source is None:
-            raise ModelNotFoundError(f"the files of {model} left the models folder", model=model)
-        fds, where = self._descriptors(wait.grant, source)
-        if where == "disk":
-            log().info("bypassed", model=model, reason=wait.grant.reason)
-            self._metrics.skipped.labels(what="caching", reason=wait.grant.reason or "bypass").inc()
-        entries = source.manifest.files
-        files = [GrantedFile(fd, entry.path, entry.bytes) for fd, entry in zip(fds, entries, strict=True)]
-        waited_s = self._clock.steady_s() - started_s
-        path = "" if self._paths is None else self._paths.of(wait.grant.key)
-        return Grant(wait.grant.key, where, files, wait.found, waited_s, path)
-
     def _lease_asked(self, holder: str, model: ModelName, target: ev.Target) -> None:
         announced = model not in self._machine.holdings.serving or self._uses.open(model, self._clock.now_s())
         self._hear(ev.LeaseRequested(holder, target, holder, announced))
-
-    def _descriptors(self, grant: ev.GrantLease, source: ModelSource) -> tuple[list[int], Literal["host", "disk"]]:
-        """Of all files: from host memory, or from disk but for those that are whole in a part."""
-        assert self._arena is not None
-        copy = self._arena.copy(grant.key) if grant.tier is Tier.HOST else None
-        if copy is not None:
-            return self._arena.descriptors(copy), "host"
-        near: list[int] = []
-        part = self._arena.part(grant.key)
-        if part is not None:
-            with contextlib.suppress(NoRoomError):  # it just left
-                near = self._arena.descriptors(part)
-            self._metrics.kept.inc(sum(entry.bytes for entry in source.manifest.files[: len(near)]))
-        try:
-            return near + self._disk.open_verified(source, len(near)), "disk"
-        except BaseException:
-            for fd in near:
-                os.close(fd)
-            raise
-
-    def _refused(self, model: str, version: str, refusal: ev.RefuseLease) -> PrefetcherError:
-        refused = self._sources.refused(model)
-        if refused is not None:
-            text = f"{refused}; {LOOKED_AT_AGAIN}"
-            return type(refused)(text, model=model) if isinstance(refused, WeightsError) else type(refused)(text)
-        if refusal.reason == "unknown_model":
-            self._sources.named(model)
-            return ModelNotFoundError(f"no version {version!r} of {model}; check the version", model=model)
-        weights = self._machine.holdings.resolve(refusal.target)
-        source = None if weights is None else self._sources.source(weights.key)
-        reason = self._disk.quarantined(source) if source is not None else None
-        if reason:
-            return IntegrityError(f"{reason}; {LOOKED_AT_AGAIN}", model=model)
-        retry = refusal.retry_after_s
-        why = ""
-        if self._fetches is not None and weights is not None:
-            why = self._fetches.why_refused(weights, refusal.reason)
-            if why and self._fetches.is_bad(weights.key):
-                return IntegrityError(why, model=model)
-        return NoRoomError(why or f"{model}: {refusal.reason}", retry_after_s=1.0 if retry is None else retry)
-
-    def release(self, holder: Holder) -> None:
-        self._post(ev.HolderLost(holder.name))
-
-    def control(self, verb: protocol.Verb, model: str, version: str) -> msgspec.Struct | None:
-        if verb == "status":
-            back = threading.Event()
-            self._post(back.set)
-            if not back.wait(2.0):
-                raise UnavailableError("the agent's loop does not move", retry_after_s=1.0)
-            return None
-        acted = self.act(verb, model)
-        if not acted.ok:
-            raise NoRoomError(f"{verb} {model}: {acted.reason}")
-        return None
 
 
 def _number_of(raw: bytes | None) -> int:
