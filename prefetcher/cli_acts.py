@@ -128,7 +128,8 @@ def add_act_commands(app: typer.Typer) -> None:
 
         with open_model(model, timeout_s=timeout_s, socket_path=socket) as opened:
             if not opened.path:
-                raise UsageError("this node gives no paths; start it with --paths-dir FOLDER, or PREFETCHER_NODE__PATHS_DIR")
+                why = "start it with --paths-dir FOLDER; if it was, `prefetcher status` says why"
+                raise UsageError(f"this node has no path for {model}: {why}")
             typer.echo(lasting(opened.path))
 
     @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -176,6 +177,78 @@ def test_a_folder_that_is_somebody_elses_is_refused(paths: ServedPaths, tmp_path
             ServedPaths(inside).open(tmp_path / "models")
     with pytest.raises(UsageError, match="can't be used"):
         ServedPaths(tmp_path / "full" / "thesis.tex" / "paths").open(tmp_path / "models")
+
+
+def test_a_folder_with_versions_of_somebody_else_is_not_ours(tmp_path: Path) -> None:
+    theirs = tmp_path / "docs" / ".versions" / "thesis" / "v1" / "thesis.tex"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    with pytest.raises(UsageError, match="holds something else"):
+        ServedPaths(tmp_path / "docs").open(tmp_path / "models")
+    assert theirs.exists()
+
+
+def test_what_somebody_put_among_old_links_stays(paths: ServedPaths, tmp_path: Path) -> None:
+    theirs = paths.folder / ".versions" / "gone" / "1" / "mine"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    (theirs.parent / "link").symlink_to("/nowhere")
+    paths.take({M: write(tmp_path / "models" / "m", 1)})
+    assert [p.name for p in theirs.parent.iterdir()] == ["mine"]
+
+
+def test_the_way_back_to_disk_needs_no_room(paths: ServedPaths, tmp_path: Path, host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without an inode left: what leaves memory is on disk again, and what comes there stays on disk until there is room."""
+    there, coming = write(tmp_path / "models" / "m", 7), write(tmp_path / "models" / "other", 8)
+    on_disk = {M: there, ModelName("other"): coming}
+    paths.take(on_disk)
+    files = near(there, host)
+    paths.in_host(there, files)
+    full = monkeypatch.context()
+    with full as patched:
+        patched.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        paths.leaves_host(there.key)
+        for file in files:
+            file.unlink()
+        assert values(paths.folder / "m") == {7.0}
+        paths.in_host(coming, near(coming, host))
+        assert values(paths.folder / "other") == {8.0}
+        assert leads_to_disk(paths, coming)
+        assert paths.problems() == [f"other: no path: {paths.folder}: No space left on device"]
+    paths.take(on_disk)
+    assert paths.problems() == []
+    assert not leads_to_disk(paths, coming)
+
+
+def leads_to_disk(paths: ServedPaths, source: ModelSource) -> bool:
+    return Path(os.path.realpath(paths.folder / source.key.model / "model-0.safetensors")).is_relative_to(source.folder)
+
+
+def test_files_that_come_and_go_beside_the_weights_are_seen(paths: ServedPaths, tmp_path: Path) -> None:
+    source = write(tmp_path / "models" / "m", 7)
+    paths.take({M: source})
+    (source.folder / "chat_template.jinja").write_text("{{ }}")
+    (source.folder / "config.json").unlink()
+    paths.take({M: source})
+    shards = ["model-0.safetensors", "model-1.safetensors"]
+    assert sorted(p.name for p in (paths.folder / "m").iterdir()) == ["chat_template.jinja", *shards, "tokenizer"]
+
+
+def test_paths_that_somebody_removed_come_back(paths: ServedPaths, tmp_path: Path) -> None:
+    source = write(tmp_path / "models" / "m", 7)
+    paths.take({M: source})
+    shutil.rmtree(paths.folder)
+    assert paths.of(source.key) == ""
+    paths.take({M: source})
+    assert values(Path(paths.of(source.key))) == values(paths.folder / "m") == {7.0}
+    assert (paths.folder / "m" / "config.json").read_text() == "7"
+
+
+def test_a_file_in_the_way_is_not_written_over(paths: ServedPaths, tmp_path: Path) -> None:
+    (paths.folder / "m").write_text("precious")
+    paths.take({M: write(tmp_path / "models" / "m", 1)})
+    assert (paths.folder / "m").read_text() == "precious"
+    assert "something else lies there" in paths.problems()[0]
 
 
 def test_what_lies_in_the_way_of_a_path_is_left_alone_and_said(paths: ServedPaths, tmp_path: Path) -> None:

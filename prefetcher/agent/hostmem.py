@@ -333,9 +333,9 @@ class HostArena:
         return fds
 
     def paths(self, copy: HostCopy) -> list[Path]:
-        """Where other programs find the files that may be read, in file order; none where no path leads to them."""
+        """Where other programs find the files of a published copy, in file order; none where no path leads to them."""
         folder = self._folder.path
-        return [] if folder is None else [folder / copy.name / _file_name(index) for index in range(copy.whole_files)]
+        return [] if folder is None else [folder / copy.name / _file_name(index) for index in range(len(copy.files))]
 
     def trim(self, copy: HostCopy, keep_bytes: int) -> tuple[int, str]:
         """Gives back all but the first blocks of a copy, of `keep_bytes` at most, where nobody else has any of its files.

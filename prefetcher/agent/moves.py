@@ -72,8 +72,6 @@ class Moves:
             log().warning("load_refused", model=told.key.model, reason=bad, then="replace the file, or make its manifest again")
             self.post(ev.LoadFailed(told.key, told.to_tier, bad, source_bad=True))
             return
-        if self.paths is not None:
-            self.paths.leaves_host(told.key)  # what a part has is moved when it is whole
         move = _Move(LoadControl(None if told.cause is Cause.DEMAND else self.prefetch_bytes_per_s))
         self._moves[told.key] = move
         move.thread = threading.Thread(target=self._run, args=(move, source), name=f"load {told.key.model}")
@@ -166,9 +164,6 @@ class Moves:
             held = copy.bytes
             kept, why = self.arena.trim(copy, keep_bytes)
             if kept:
-                source = self.source_of(key)
-                if self.paths is not None and source is not None:
-                    self.paths.in_host(source, self.arena.paths(copy))
                 self.post(ev.WeightsEvicted(key, tier, held - kept, kept))
                 return
             log().info("not_kept", model=key.model, bytes=keep_bytes, reason=why, then="all of it is evicted")
