@@ -17,6 +17,7 @@ _REASONS: dict[str, str] = {
     "link_busy": "the disk was busy",
     "link_budget": "the disk had no time left",
     "expert_without_prefetch": "what decides does not prefetch",
+    "left_to_hints": "hints say in time when it is used",
     "went_unused_before": "it went unused the last time",
     # why an order ended, or was refused
     "too_large": "it is larger than --host-bytes",

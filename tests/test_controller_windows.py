@@ -32,7 +32,7 @@ def table(*windows: Window) -> WindowTable:
     return WindowTable(*np.array([(w.lead_s, w.horizon_s, w.hold_s) for w in windows]).T)
 
 
-def plan_of(*windows: Window | None, hinted_per_s: float = 0.0) -> Planned:
+def plan_of(*windows: Window | None, hinted_per_s: float = 0.0, announced: tuple[float, float] = (0.0, 0.0)) -> Planned:
     """A plan over as many models, each used in 1/RATE s; None: no windows at all."""
     count = len(windows)
     known = tuple(KnownWeights(f"m{k}", "1", GB, LOAD_S) for k in range(count))
@@ -43,7 +43,7 @@ def plan_of(*windows: Window | None, hinted_per_s: float = 0.0) -> Planned:
     ids = iter(range(100))
     given = Given(
         NOW_S, 1, 1, 0.0, 600.0, 60.0, Arm.TREATED, True, frozenset(), {}, lambda _model: 0.0, lambda: DecisionId(f"o{next(ids)}"),
-        windows=None if None in windows else table(*(w for w in windows if w is not None)),
+        windows=None if None in windows else table(*(w for w in windows if w is not None)), announced=lambda _model: announced,
     )  # fmt: skip
     return make_plan(report, outlook, worth, given)
 
@@ -67,6 +67,15 @@ def test_a_lead_holds_prefetches_back_until_the_use_is_that_near() -> None:
 
 def test_what_is_hinted_has_a_time_of_its_own() -> None:
     assert set(holds(plan_of(replace(DEFAULT_WINDOW, lead_s=0.0), hinted_per_s=RATE / 2.0))) == {"m0"}
+
+
+def test_what_hints_announce_in_time_is_left_to_them() -> None:
+    """The load takes 2 s."""
+    left = plan_of(None, announced=(0.95, 5.0))
+    assert (holds(left), left.skipped) == ({}, {"left_to_hints": 1})
+    for announced in ((0.95, 0.2), (0.1, 5.0)):
+        assert set(holds(plan_of(None, announced=announced))) == {"m0"}
+    assert set(holds(plan_of(None, announced=(0.95, 5.0), hinted_per_s=RATE / 2.0))) == set(), "a weaker hint is no hint's order"
 
 
 def test_the_default_window_decides_as_no_window_does() -> None:

@@ -11,6 +11,7 @@ import pytest
 from prefetcher.core.demand import Demand, new_demand
 from prefetcher.core.node import (
     BLOCK_BYTES,
+    HINTED,
     OUTCOMES,
     Caches,
     EventLog,
@@ -103,6 +104,17 @@ def test_a_row_joins_a_prefetch_under_way_and_makes_it_late() -> None:
     assert node.found()[1:] == [Found.MOVING, Found.MOVING]
     assert node.log.wait_s[0, 1:] == pytest.approx([2.5, 2.25])
     assert node.segments()[1] == (A, 3000.0, 3004.0), "joined, it is not started again"
+
+
+@pytest.mark.parametrize(("announced", "lead_s", "fetched"), [(0.95, 5.0, False), (0.95, 0.2, True), (0.1, 5.0, True), (0.0, 0.0, True)])
+def test_what_hints_say_in_time_no_forecast_fetches(announced: float, lead_s: float, fetched: bool) -> None:
+    """The load takes 4 s."""
+    node = absent_again({A: (3000.0, 0.01)}, [], [4.0], 5.0)
+    node.caches.policy["hints"] = True
+    hinted = np.zeros(1, HINTED)
+    hinted["announced"], hinted["lead_s"] = announced, lead_s
+    node.hazard = node.hazard._replace(hinted=hinted)
+    assert [model for model, _ in node.run().orders()][:1] == [A] * fetched
 
 
 def test_demand_waits_for_a_block_of_a_prefetch_which_then_goes_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,27 @@ def test_when_every_row_is_hinted_in_time_and_no_hint_is_false_next_to_nothing_w
     held = hinted.logs.residency.to_pylist()
     assert {h["cause"] for h in held} <= {"demand", "forecast", "hint"}
     assert sum(h["cause"] == "hint" for h in held) == len(used)
+
+
+@pytest.mark.parametrize("lead_s", [5.0, 0.25])
+def test_nodes_are_told_how_far_hints_announce_a_model(trace: Trace, lead_s: float) -> None:
+    feed = HintFeed(trace, SyntheticHints(1.0, lead_s, 1).make(trace), ["n"])
+    (events,) = feed.until(trace.t1, lambda _model, _now_s: 0.001)
+    late = events[events["ts"] > trace.t0 + 0.5 * (trace.t1 - trace.t0)]
+    assert np.all(late["announced"] > 0.8)
+    # A hint that folds into an open one counts from the first.
+    assert np.all((late["lead_s"] >= 0.99 * lead_s) & (late["lead_s"] < 4.0 * lead_s + 10.0))
+
+
+def test_a_row_that_no_hint_announced_is_told_after_it(trace: Trace) -> None:
+    hints = SyntheticHints(1.0, 5.0, 1).make(trace)
+    half = trace.t0 + 0.5 * (trace.t1 - trace.t0)
+    first = int(np.searchsorted(hints.ts, half))
+    feed = HintFeed(trace, replace(hints, ts=hints.ts[:first]), ["n"])
+    (events,) = feed.until(trace.t1, lambda _model, _now_s: 0.001)
+    last = [events[events["model"] == m][-1] for m in range(len(trace.models))]
+    assert all(event["announced"] < 0.5 for event in last)
+    assert not any(event["news"] for event in last)
 
 
 def test_hints_are_ours_alone_and_the_shadow_is_told_nothing(trace: Trace, blocks: list[RateBlock]) -> None:

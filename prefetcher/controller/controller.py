@@ -574,6 +574,7 @@ class Controller:
             why=self._learner.why,
             new_id=lambda: DecisionId(uuid.uuid4().hex[:16]),
             expected=expected,
+            announced=self._hints.book.announced.of,
             batch=batch,
             windows=self._windows_of(report),
             quotas=self._quotas,

@@ -37,6 +37,7 @@ from prefetcher.core.types import (
 from prefetcher.core.value import (
     LEAST_CHANCE,
     MOST_HOLDS,
+    beyond_hints,
     head_start,
     index_per_byte,
     load_discount,
@@ -88,6 +89,8 @@ class Given:
     last_row_s: Callable[[str], float]
     new_id: Callable[[], DecisionId]
     expected: Mapping[str, Expected] = field(default_factory=dict)
+    #: How far hints announce a model's uses (`core.announced`): the share of them, and the seconds before.
+    announced: Callable[[str], tuple[float, float]] = lambda _model: (0.0, 0.0)
     #: What a model's learned forecast is made of, with shares; empty where nobody can say.
     why: Callable[[str], tuple[tuple[str, float], ...]] = lambda _model: ()
     #: What batch schedules need; their models are in `expected` too.
@@ -262,13 +265,19 @@ class _Chooser:
         """The order of what is there and unused: its hold lasts to the tick after the next while its score is still good, and
         not for ever."""
         given, order = self._given, past.order
-        score = float(self._index[i]) * load_discount(float(self._worth.fetch_per_s[i]), float(self._link_s[i]))
+        score = self._forecast_score(i)
         good = self._worth.fetch is not None and score >= self._outlook.policy.stays_at * past.score
         # In a control hour nothing of a treated one stays for longer than its hold, which is as long as the wash-out.
         if order.cause is not Cause.FORECAST or not good or given.arm is Arm.CONTROL:
             return order
         until_s = min(given.now_s + 2.0 * given.tick_s - order.issued_s, MOST_HOLDS * float(self._hold_s[i]))
         return replace(order, hold_s=max(order.hold_s, until_s))
+
+    def _forecast_score(self, i: int) -> float:
+        """What a prefetch by forecast is worth per byte, but for what hints will bring in time."""
+        link_s = float(self._link_s[i])
+        left = beyond_hints(*self._given.announced(self._report.known[i].model), link_s)
+        return float(self._index[i]) * load_discount(float(self._worth.fetch_per_s[i]), link_s) * left
 
     def _skip(self, reason: str, count: int = 1) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + count
@@ -339,8 +348,13 @@ class _Chooser:
                 self._skip("too_early")
                 continue
             link_s, said = float(self._link_s[i]), self._said(i)
-            share = load_discount(rate, link_s) if said is None else head_start(said.at_s, said.end_s, given.now_s, link_s)
-            score = float(self._index[i]) * share
+            if said is None:
+                score = self._forecast_score(i)
+                if score <= 0.0:
+                    self._skip("left_to_hints")
+                    continue
+            else:
+                score = float(self._index[i]) * head_start(said.at_s, said.end_s, given.now_s, link_s)
             past = given.past.get(known.model)
             stale = past is not None and past.unused and given.last_row_s(known.model) < past.order.issued_s
             if past is not None and stale and not hinted and score < SECOND_CHANCE * past.score:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from prefetcher.core.value import hinted_rate
+from prefetcher.core.announced import Announced
+from prefetcher.core.value import LEAST_CHANCE, hinted_rate
 
 __all__ = ["Expected", "Hint", "HintBook", "SourceRecord"]
 
@@ -133,6 +134,8 @@ class HintBook:
         #: Hears of every hint that is settled, whether it was kept, and when.
         self.on_settled: Callable[[Hint, bool, float], None] = lambda hint, kept, at_s: None
         self.kept = self.broken = 0
+        #: How far models' uses are announced by hints that are believed enough to be acted on.
+        self.announced = Announced()
 
     def __len__(self) -> int:
         return self._count
@@ -180,9 +183,12 @@ class HintBook:
     def used(self, model: str, at_s: float) -> int:
         """A row of `model` at `at_s`: its open hints that were given before are kept. How many there were."""
         mine = self._open.get(model)
+        kept = [] if not mine else [who for who, hint in mine.items() if hint.given_s <= at_s]
+        given = [mine[who] for who in kept] if mine else []
+        likely = bool(given) and self._probability(_Said.of(given)) >= LEAST_CHANCE
+        self.announced.saw(model, at_s, min(hint.given_s for hint in given) if likely else None)
         if not mine:
             return 0
-        kept = [who for who, hint in mine.items() if hint.given_s <= at_s]
         for who in kept:
             self._settle(mine.pop(who), kept=True, at_s=at_s)
         if kept:
@@ -292,9 +298,7 @@ class HintBook:
                 come = next((hint.at_s for hint in mine.values() if hint.at_s <= now_s), None)
                 said.at_s = min(hint.at_s for hint in mine.values()) if come is None else come
         assert said.at_s is not None
-        chances = {source: said.chances.get(source, self.belief(source)) for source in said.sources}
-        missed = math.prod(1.0 - chance for chance in chances.values())
-        probability = 1.0 - missed
+        probability = self._probability(said)
         at_s = max(now_s, said.at_s)
         end_s = min(said.until_s, said.latest_s + max(self.window_s(source) for source in said.sources))
         if end_s <= now_s:
@@ -302,7 +306,13 @@ class HintBook:
             probability *= (1.0 - _COVERED) / (1.0 - _COVERED * probability)
             end_s = said.until_s
         per_s = hinted_rate(probability, at_s, end_s, now_s)
-        return Expected(probability, at_s, said.until_s, per_s, end_s, max(chances, key=lambda source: (chances[source], source)))
+        return Expected(probability, at_s, said.until_s, per_s, end_s, max(said.sources, key=lambda s: (self._chance(said, s), s)))
+
+    def _chance(self, said: _Said, source: str) -> float:
+        return said.chances.get(source, self.belief(source))
+
+    def _probability(self, said: _Said) -> float:
+        return 1.0 - math.prod(1.0 - self._chance(said, source) for source in said.sources)
 
     def models(self) -> list[str]:
         """Models with open hints."""
@@ -318,6 +328,7 @@ class HintBook:
             "late": [[source, *late] for source, late in self._late.items()],
             "kept": self.kept,
             "broken": self.broken,
+            "announced": self.announced.snapshot(),
         }
 
     @classmethod
@@ -333,6 +344,8 @@ class HintBook:
             if len(late) != _LATE_BINS:
                 raise ValueError(f"hints with {len(late)} bins of lateness, expected {_LATE_BINS}")
             book._late[source] = [float(count) for count in late]
+        if "announced" in snapshot:
+            book.announced = Announced.restore(snapshot["announced"])
         book.kept, book.broken = int(snapshot["kept"]), int(snapshot["broken"])
         return book
 

@@ -193,12 +193,15 @@ ORDER_EVENT = np.dtype(
     ]
 )  # fmt: skip
 
-#: What open hints say of a model (`core.hints.Expected`): 0 for nothing.
-HINTED = np.dtype([("probability", "f8"), ("at_s", "f8"), ("end_s", "f8"), ("until_s", "f8")])
+#: What open hints say of a model (`core.hints.Expected`), 0 for nothing; and how far hints announce it (`core.announced`).
+HINTED = np.dtype([("probability", "f8"), ("at_s", "f8"), ("end_s", "f8"), ("until_s", "f8"), ("announced", "f8"), ("lead_s", "f8")])
 #: From `ts` on they say this; `news`: somebody said so, and it is acted on at once.
 HINT_EVENT = np.dtype(
-    [("ts", "f8"), ("model", "i8"), ("probability", "f8"), ("at_s", "f8"), ("end_s", "f8"), ("until_s", "f8"), ("news", "?")]
-)
+    [
+        ("ts", "f8"), ("model", "i8"), ("probability", "f8"), ("at_s", "f8"), ("end_s", "f8"), ("until_s", "f8"), ("news", "?"),
+        ("announced", "f8"), ("lead_s", "f8"),
+    ]
+)  # fmt: skip
 _NO_HINTED = np.zeros(0, HINTED)
 _NO_HINT_EVENTS = np.zeros(0, HINT_EVENT)
 _NO_HINTS_TAKEN = np.zeros(1, np.int64)

@@ -29,7 +29,7 @@ from prefetcher.core.node import (
 from prefetcher.core.node_memory import evict, evictable, give_back, make_room, start_transfer, take_memory
 from prefetcher.core.planner import choose_parts, choose_victims, outbids, victims_in_order
 from prefetcher.core.ranking import hint_per_s, key_of, key_of_rate, next_use_per_s
-from prefetcher.core.value import LEAST_CHANCE, MOST_HOLDS, head_start, load_discount, may_start
+from prefetcher.core.value import LEAST_CHANCE, MOST_HOLDS, beyond_hints, head_start, load_discount, may_start
 
 __all__ = ["BUSY_TAU_S", "is_likely", "prefetch_by_index", "prefetch_earliest", "prewarm", "stay_on"]
 
@@ -87,6 +87,17 @@ def _variant(e: int, model: int, caches: Caches) -> int:
 
 
 @kernel_part
+def _forecast_value(
+    e: int, model: int, rate: float, load_s: float, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches
+) -> float:
+    """What a prefetch by forecast is worth per byte: the index, but for what comes while it loads, and for what hints will say in time."""
+    value = key_of_rate(e, model, rate, False, now_s, world, demand, caches) * load_discount(rate, load_s)
+    if caches.policy[e].hints and len(hazard.hinted) > 0:
+        value *= beyond_hints(hazard.hinted[model].announced, hazard.hinted[model].lead_s, load_s)
+    return float(value)
+
+
+@kernel_part
 def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, caches: Caches, log: EventLog) -> None:
     """The guarded prefetch: on a quiet link, the highest discounted index first, at `margin` times what it displaces. What is hinted is
     fetched on a busy link too, and by caches that don't prefetch otherwise."""
@@ -117,7 +128,7 @@ def prefetch_by_index(e: int, now_s: float, world: World, demand: Demand, hazard
         hinted = hint_per_s(e, m, now_s, hazard, caches)
         if rate <= 0.0 and hinted <= 0.0:
             continue
-        value = key_of_rate(e, m, rate, False, now_s, world, demand, caches) * load_discount(rate, load_s)
+        value = _forecast_value(e, m, rate, load_s, now_s, world, demand, hazard, caches)
         if hinted > 0.0:
             share = head_start(hazard.hinted[m].at_s, hazard.hinted[m].end_s, now_s, load_s)
             value = max(value, key_of_rate(e, m, hinted, False, now_s, world, demand, caches) * share)
@@ -200,7 +211,7 @@ def stay_on(e: int, now_s: float, world: World, demand: Demand, hazard: Hazard, 
         if w.status != READY or not w.unused or log.orders[w.order].hint or w.expiry_s <= now_s or w.expiry_s > next_s:
             continue
         rate = next_use_per_s(policy.rank, policy.tau, _variant(e, m, caches), m, now_s, demand, hazard, world, caches.next_ts)
-        score = key_of_rate(e, m, rate, False, now_s, world, demand, caches) * load_discount(rate, world.link_s[m])
+        score = _forecast_value(e, m, rate, world.link_s[m], now_s, world, demand, hazard, caches)
         if score >= policy.stays_at * w.priority:
             w.expiry_s = max(w.expiry_s, min(w.expiry_s + world.tick_s, w.ready_s + MOST_HOLDS * caches.windows[e, m].hold_s))
 

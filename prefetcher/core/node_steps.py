@@ -406,6 +406,8 @@ def _hear_until(until_s: float, world: World, demand: Demand, hazard: Hazard, ca
         said.at_s = events[event].at_s
         said.end_s = events[event].end_s
         said.until_s = events[event].until_s
+        said.announced = events[event].announced
+        said.lead_s = events[event].lead_s
         taken[0] += 1
         for e in range(count):
             if caches.policy[e].hints:

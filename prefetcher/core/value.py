@@ -15,8 +15,10 @@ from prefetcher.core.compiled import kernel, kernel_part
 
 __all__ = [
     "DEFAULT_PRICE_S_PER_GB_H",
+    "LEAST_BEYOND_HINTS",
     "LEAST_CHANCE",
     "MOST_HOLDS",
+    "beyond_hints",
     "head_start",
     "hinted_rate",
     "index_per_byte",
@@ -40,6 +42,9 @@ MOST_HOLDS = 6.0
 #: What is hinted displaces others only when its use is at least this likely: at most every second byte moves for nothing. Less waits a
 #: little less and moves much more.
 LEAST_CHANCE = 0.5
+
+#: What hints would bring in time is left to them: a forecast fetches only where so much of its value is beyond what hints bring.
+LEAST_BEYOND_HINTS = 2.0 / 3.0
 
 
 def price_per_byte_s(seconds_per_gb_h: float) -> float:
@@ -99,6 +104,14 @@ def hinted_rate(probability: float, at_s: float, end_s: float, now_s: float) -> 
 def head_start(at_s: float, end_s: float, now_s: float, link_s: float) -> float:
     """The share of a load that is done when an announced use comes, if it starts now: what takes the place of `load_discount`."""
     return min(1.0, max(0.5 * (max(at_s, now_s) + end_s) - now_s, 0.0) / max(link_s, 1e-9))
+
+
+@kernel_part
+def beyond_hints(announced: float, lead_s: float, link_s: float) -> float:
+    """The share of a forecast prefetch's value that is left where hints announce a share `announced` of the uses, `lead_s` seconds before;
+    the rest is brought by the hint's own prefetch, as far as that is done by then. 0 where that is most of it."""
+    left = 1.0 - announced * min(1.0, lead_s / max(link_s, 1e-9))
+    return left if left >= LEAST_BEYOND_HINTS else 0.0
 
 
 @kernel_part

@@ -252,7 +252,7 @@ class HintFeed:
         self._checks: list[tuple[float, str]] = []
         self._number = {name: m for m, name in enumerate(trace.models)}
         self._row = self._hint = 0
-        self._events: list[list[tuple[float, int, float, float, float, float, bool]]] = [[] for _ in nodes]
+        self._events: list[list[tuple[float | bool, ...]]] = [[] for _ in nodes]
 
     @property
     def kept(self) -> int:
@@ -303,13 +303,19 @@ class HintFeed:
         said = self._believed.book.expected(model, now_s)
         node, number = self._told[model], self._number[model]
         if said is None:
-            self._events[node].append((now_s, number, 0.0, 0.0, 0.0, 0.0, False))
+            self._say_nothing(node, number, now_s)
             del self._told[model]
             return
-        self._events[node].append((now_s, number, said.probability, said.at_s, said.end_s, said.until_s, news))
+        of_model = self._believed.book.announced.of(model)
+        self._events[node].append((now_s, number, said.probability, said.at_s, said.end_s, said.until_s, news, *of_model))
         for check_s in {said.end_s, said.until_s}:
             if check_s > now_s:
                 heapq.heappush(self._checks, (check_s, model))
+
+    def _say_nothing(self, node: int, number: int, now_s: float) -> None:
+        """No hint is open, or none that is this node's."""
+        of_model = self._believed.book.announced.of(self._trace.models[number])
+        self._events[node].append((now_s, number, 0.0, 0.0, 0.0, 0.0, False, *of_model))
 
     def _check(self, at_s: float, model: str) -> None:
         self._believed.book.expire(at_s)
@@ -327,7 +333,10 @@ class HintFeed:
         told = self._told.pop(model, None)
         if told is not None and told != self._home[number]:
             # The node that gets the row sees by itself that they are kept.
-            self._events[told].append((ts, number, 0.0, 0.0, 0.0, 0.0, False))
+            self._say_nothing(told, number, ts)
+        elif told is None and self._believed.book.announced.of(model)[0] > 0.0:
+            # It came unannounced: after the row that is known.
+            self._say_nothing(self._home[number], number, math.nextafter(ts, math.inf))
 
 
 def describe_hints(hints: HintLog, feed: HintFeed) -> dict[str, Any]:
