@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from prefetcher.controller.planning import Given, Planned, Worth, make_plan
 from prefetcher.controller.records import KnownWeights, Memory, NodeReport
 from prefetcher.controller.windows import WindowEvent, WindowShelf
 from prefetcher.core.experts import EXPERTS, VARIANT_OF_HORIZON, VARIANTS
+from prefetcher.core.hints import Expected
 from prefetcher.core.shadow_caches import Outlook, ShadowCaches
-from prefetcher.core.types import Arm, DecisionId, Window
+from prefetcher.core.types import Arm, Cause, DecisionId, Window
 from prefetcher.core.windows import DEFAULT_WINDOW, NO_LEAD_LIMIT_S, BookEntry, Segment, WindowBook, WindowTable
 from prefetcher_connectors.redis import EmbeddedServer, RedisState
 
@@ -32,7 +33,12 @@ def table(*windows: Window) -> WindowTable:
     return WindowTable(*np.array([(w.lead_s, w.horizon_s, w.hold_s) for w in windows]).T)
 
 
-def plan_of(*windows: Window | None, hinted_per_s: float = 0.0, announced: tuple[float, float] = (0.0, 0.0)) -> Planned:
+def plan_of(
+    *windows: Window | None,
+    hinted_per_s: float = 0.0,
+    announced: tuple[float, float] = (0.0, 0.0),
+    expected: Mapping[str, Expected] | None = None,
+) -> Planned:
     """A plan over as many models, each used in 1/RATE s; None: no windows at all."""
     count = len(windows)
     known = tuple(KnownWeights(f"m{k}", "1", GB, LOAD_S) for k in range(count))
@@ -44,6 +50,7 @@ def plan_of(*windows: Window | None, hinted_per_s: float = 0.0, announced: tuple
     given = Given(
         NOW_S, 1, 1, 0.0, 600.0, 60.0, Arm.TREATED, True, frozenset(), {}, lambda _model: 0.0, lambda: DecisionId(f"o{next(ids)}"),
         windows=None if None in windows else table(*(w for w in windows if w is not None)), announced=lambda _model: announced,
+        expected=expected or {},
     )  # fmt: skip
     return make_plan(report, outlook, worth, given)
 
@@ -75,7 +82,11 @@ def test_what_hints_announce_in_time_is_left_to_them() -> None:
     assert (holds(left), left.skipped) == ({}, {"left_to_hints": 1})
     for announced in ((0.95, 0.2), (0.1, 5.0)):
         assert set(holds(plan_of(None, announced=announced))) == {"m0"}
-    assert set(holds(plan_of(None, announced=(0.95, 5.0), hinted_per_s=RATE / 2.0))) == set(), "a weaker hint is no hint's order"
+    hint = Expected(0.6, NOW_S + 3.0, NOW_S + 60.0, RATE / 2.0, NOW_S + 10.0, "page")
+    ((order, score),) = plan_of(None, announced=(0.95, 5.0), hinted_per_s=RATE / 2.0, expected={"m0": hint}).new
+    assert order.cause is Cause.HINT, "a weak hint is all that is left"
+    ((_, strong),) = plan_of(None, hinted_per_s=RATE, expected={"m0": hint}).new
+    assert score == pytest.approx(strong / 2.0)
 
 
 def test_the_default_window_decides_as_no_window_does() -> None:

@@ -275,9 +275,11 @@ class _Chooser:
 
     def _forecast_score(self, i: int) -> float:
         """What a prefetch by forecast is worth per byte, but for what hints will bring in time."""
-        link_s = float(self._link_s[i])
-        left = beyond_hints(*self._given.announced(self._report.known[i].model), link_s)
-        return float(self._index[i]) * load_discount(float(self._worth.fetch_per_s[i]), link_s) * left
+        discount = load_discount(float(self._worth.fetch_per_s[i]), float(self._link_s[i]))
+        return float(self._index[i]) * discount * self._beyond_hints(i)
+
+    def _beyond_hints(self, i: int) -> float:
+        return beyond_hints(*self._given.announced(self._report.known[i].model), float(self._link_s[i]))
 
     def _skip(self, reason: str, count: int = 1) -> None:
         self.skipped[reason] = self.skipped.get(reason, 0) + count
@@ -319,9 +321,9 @@ class _Chooser:
             self._may_go[quota.tenant].remove(v)
 
     def _said(self, i: int) -> Expected | None:
-        """What hints and schedules say of a model, where they say more than the forecast."""
+        """What hints and schedules say of a model, where they say more than the forecast, or than what hints leave of it."""
         model, hint_per_s = self._report.known[i].model, self._worth.hint_per_s[i]
-        more = hint_per_s > 0.0 and hint_per_s >= self._worth.fetch_per_s[i]
+        more = hint_per_s > 0.0 and hint_per_s >= self._worth.fetch_per_s[i] * self._beyond_hints(i)
         return self._given.expected.get(model) if more or model in self._given.batch.models else None
 
     def _candidates(self, open_models: Iterable[str], hinted_only: bool) -> list[tuple[float, int]]:
@@ -354,7 +356,9 @@ class _Chooser:
                     self._skip("left_to_hints")
                     continue
             else:
-                score = float(self._index[i]) * head_start(said.at_s, said.end_s, given.now_s, link_s)
+                # The index is of the larger rate, which need not be the hint's.
+                by_hint = 1.0 if known.model in given.batch.models else float(self._worth.hint_per_s[i]) / rate
+                score = float(self._index[i]) * by_hint * head_start(said.at_s, said.end_s, given.now_s, link_s)
             past = given.past.get(known.model)
             stale = past is not None and past.unused and given.last_row_s(known.model) < past.order.issued_s
             if past is not None and stale and not hinted and score < SECOND_CHANCE * past.score:

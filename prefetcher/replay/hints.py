@@ -42,6 +42,8 @@ _APART_S = 60.0
 _MOST_LEAD_S = 86_400.0
 #: Synthetic hints of one log: some 10 GB.
 _MOST_HINTS = 20_000_000
+#: Less of a model's uses than this is announced by chance: nobody is told that it became less.
+_LEAST_SHARE = 0.05
 _COLUMNS = ("ts", "model", "in_s", "ttl_s", "source", "session", "user", "surface", "kind", "hint_id")
 #: Which of the experts' rates is the forecast that the classifier is told: the first, over ten minutes.
 _WINDOW = 0
@@ -334,7 +336,7 @@ class HintFeed:
         if told is not None and told != self._home[number]:
             # The node that gets the row sees by itself that they are kept.
             self._say_nothing(told, number, ts)
-        elif told is None and self._believed.book.announced.of(model)[0] > 0.0:
+        elif told is None and self._believed.book.announced.of(model)[0] > _LEAST_SHARE:
             # It came unannounced: after the row that is known.
             self._say_nothing(self._home[number], number, math.nextafter(ts, math.inf))
 
