@@ -205,9 +205,11 @@ class KafkaStreams:
             return SettingsError(f"{brokers} shows a certificate that PREFETCHER_KAFKA__CA_FILE does not vouch for: {exc}")
         if isinstance(exc, errors.KafkaConfigurationError):
             return SettingsError(f"the broker's settings are refused: {exc}")
+        # A busy broker may hang up on a wrong password before its refusal is sent.
+        password = f", is the password of {user} right" if self._options.username is not None else ""
         return UnavailableError(
             f"no Kafka broker answers at {brokers} as {self._options.security_protocol} ({doing}: {exc}): is it running, is that its "
-            "address, does that listener speak this protocol?"
+            f"address, does that listener speak this protocol{password}?"
         )
 
     def prepare(self) -> None:
